@@ -2,26 +2,26 @@
 
     mla, mla-prefill       MLA, decode and prefill
     mla-index              the indexer of DeepSeek Sparse Attention, with its top k
-        mla-sparse             MLA attention to the positions that the indexer chose
+    mla-sparse             MLA attention to the positions that the indexer chose
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
-        moe, moe-cuts          an MoE layer, and each tile configuration of its kernels
+    moe, moe-cuts          an MoE layer, and each tile configuration of its kernels
     train                  ops and layers with their gradients
     step                   a decode step of a few layers
-        plot                   a plot of a stored run: plot RUN.json --plot FILE.png
+    plot                   a plot of a stored run: plot RUN.json --plot FILE.png
 
 The following have options of their own; `python -m jaxattn.bench WHAT --help` shows them:
 
     model                  a whole model with random weights
     parallel               the same on several GPUs
-        collectives            all-reduces over GPUs
-        long-row               attention of one long row over GPUs
-        dense                  the dense products of a decode step
-        host                   the host time that the engine adds to a step
-        quality                perplexity of a text, for each cache format
-        offline                whole requests through the engine, compared with vLLM
-        serve                  a server under load, compared with vLLM's
-        compare                two stored runs side by side
+    collectives            all-reduces over GPUs
+    long-row               attention of one long row over GPUs
+    dense                  the dense products of a decode step
+    host                   the host time that the engine adds to a step
+    quality                perplexity of a text, for each cache format
+    offline                whole requests through the engine, compared with vLLM
+    serve                  a server under load, compared with vLLM's
+    compare                two stored runs side by side
 
 `us` or `ms` is the GPU time of an op's kernels, from a profile, and `xla us` that of XLA's kernels.
 `call us` is the time per call in a loop of calls. The bench takes both times of FlashMLA,

@@ -28,7 +28,7 @@ def load(path: Path) -> dict[str, Any]:
     """Loads a run that `--json` stored.
 
     Raises:
-            ComparisonError: the file cannot be read, or has no rows or no method.
+        ComparisonError: the file cannot be read, or has no rows or no method.
     """
     try:
         run = json.loads(path.read_text())

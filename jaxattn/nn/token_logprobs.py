@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for training, with the bits that an engine told of them."""
+"""Log-probabilities of tokens for training, bit for bit equal to those that an engine returned."""
 
 from typing import Any
 

@@ -44,8 +44,7 @@ def check(op: TimedOp, inputs: Inputs, exact_layer: Callable[..., Any]) -> float
 
     Args:
         exact_layer: Returns y, conv_state and state of one row, given that row's operands, a
-        layer's
-            weights and the row's states.
+            layer's weights and the row's states.
     """
     timed = op.operands
     operands, op.state = inputs(1.0)

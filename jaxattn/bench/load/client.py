@@ -18,11 +18,14 @@ class RequestOutcome:
     """The outcome of a request. Times are those of `time.perf_counter`.
 
     Attributes:
-        due: The time at which the request should have been sent. sent: The time at which it was
-        sent. ended: The time at which its stream ended. chunks: The arrival times of the chunks
-        with a choice; the first is that of the first token. prompt: The number of prompt tokens, as
-        the server counts them. answer: The number of output tokens, as the server counts them, or
-        else the number of chunks. error: The error message, or None.
+        due: The time at which the request should have been sent.
+        sent: The time at which it was sent.
+        ended: The time at which its stream ended.
+        chunks: The arrival times of the chunks with a choice; the first is that of the first token.
+        prompt: The number of prompt tokens, as the server counts them.
+        answer: The number of output tokens, as the server counts them, or else the number of
+            chunks.
+        error: The error message, or None.
     """
 
     due: float

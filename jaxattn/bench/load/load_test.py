@@ -35,12 +35,14 @@ class LoadTest:
     """The loads for a server, independent of which server it is.
 
     Attributes:
-        lengths: The lengths of prompts and answers. loads: The loads, which run one after another.
-        requests: The number of requests per load. warmup: The number of requests before the first
-        load. seed: The seed of lengths, prompts and arrival times. chat: Whether requests are chats
-        rather than completions. top_first: Whether a first load with `TOP_CONCURRENCY` requests at
-        a time finds the top rate.
-            If `loads` is empty, loads at `shares` of the top rate follow.
+        lengths: The lengths of prompts and answers.
+        loads: The loads, which run one after another.
+        requests: The number of requests per load.
+        warmup: The number of requests before the first load.
+        seed: The seed of lengths, prompts and arrival times.
+        chat: Whether requests are chats rather than completions.
+        top_first: Whether a first load with `TOP_CONCURRENCY` requests at a time finds the top
+            rate. If `loads` is empty, loads at `shares` of the top rate follow.
         shares: Fractions of the top rate.
         vocab_size: Prompts are token ids below this number. With None, prompts are texts, with a
             length in tokens of the server's tokenizer.
@@ -69,7 +71,7 @@ class LoadTest:
 
         Raises:
             ServerUnreachable: the server cannot be reached, lists no model, or fails a first
-            request.
+                request.
         """
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=0)

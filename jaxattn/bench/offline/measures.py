@@ -45,7 +45,7 @@ class OfflineEngine(Protocol):
         """Serves all requests.
 
         Raises:
-                MeasureError: an answer is shorter than requested.
+            MeasureError: an answer is shorter than requested.
         """
 
     def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:

@@ -27,8 +27,7 @@ class OfflineWorkload:
         requests, prompt, output: The number of requests in a throughput run, and the tokens of each
             prompt and answer.
         mixes: `FIXED` for the lengths above, `SHAREGPT` for as many requests with lengths drawn
-        from
-            `LengthDistribution`, or both.
+            from `LengthDistribution`, or both.
         prompts: The lengths of the prompts that run one at a time.
         rows, context: The rows of the decode steps, and the tokens of the row that began first, in
             the middle of the timed steps.
