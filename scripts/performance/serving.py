@@ -1,10 +1,10 @@
-"""Tables of whole requests beside vLLM, and the losses of all of them in words."""
+"""Tables of whole requests compared with vLLM, and all losses in words."""
 
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS, summary, times_as_fast, verdict
 from scripts.performance.cells import RESULTS, Cell, Row, Table, number, rows_of, text
 
 OFFLINE, SERVE = "offline-*", "serve-*"
-DEFAULT = "default"  # options of a run that fixes nothing
+DEFAULT = "default"  # options of a run with default options
 NOT_RUN = (
     "No run of `python -m jaxattn.bench {}` with default options is stored yet, so we do not know "
     "who is faster."
@@ -24,12 +24,12 @@ def figure(name: str) -> Cell:
 
 
 def result(row: Row) -> str:
-    """Who is faster, in words."""
+    """The verdict in words."""
     return verdict(times_as_fast(row))
 
 
 def table(run: str, command: str) -> Table:
-    """The table of all runs of a command; memory is no matter of speed."""
+    """The table of all runs of a command, without memory, which does not measure speed."""
     columns = {"model": text("model"), "what": text("what"), OURS: figure(OURS)}
     columns |= {THEIRS: figure(THEIRS), "our options": text("options"), "result": result}
     return Table(
@@ -41,8 +41,7 @@ def table(run: str, command: str) -> Table:
 
 
 def losses() -> str:
-    """What the tables say in words: all times of runs with default options first, then what runs
-    with other options lose."""
+    """The comparison in words: all times of runs with default options, then other runs' losses."""
     runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
     rows = [
         row | {"what": f"{row['model']}, {row['what']}"}
@@ -64,12 +63,12 @@ def losses() -> str:
 
 
 def losses_in_brief() -> str:
-    """`losses`, a line for the runs with the same options."""
+    """Like `losses`, with one line for the runs with the same options."""
     return losses().replace("\n    - ", " ").replace(" times as fast", " times as fast.")
 
 
 def _times(rows: list[Row]) -> list[str]:
-    """What each row with a time took, won or lost."""
+    """A line with both times for each row that has times."""
     ours, theirs = figure(OURS), figure(THEIRS)
     return [
         f"{row['what']}: {ours(row)}, {THEIRS} {theirs(row)}."

@@ -1,4 +1,4 @@
-"""What each table of the docs shows: which stored run, which rows, which columns."""
+"""Definitions of the docs' tables: the stored run, the rows and the columns of each."""
 
 import functools
 from collections.abc import Callable

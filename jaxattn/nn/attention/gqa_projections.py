@@ -185,7 +185,7 @@ class GroupedQueryProjections(PagedAttention):
         ]
 
     def _normed(self, x: Float[Array, "B T N"], norm: RMSNorm) -> Float[Array, "B T N"]:
-        """The norm over all heads; each GPU has as many of them."""
+        """The norm over all heads, of which each GPU has an equal number."""
         if self.parallel.tensor == 1:
             return norm(x)
         squares = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)

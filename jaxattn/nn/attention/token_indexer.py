@@ -143,8 +143,8 @@ def chosen(
     If the table is not larger than `top_k`, every token attends to all that it sees.
 
     Args:
-        spread: for pages that several GPUs share. Each GPU finds the best of its own keys, and all
-            GPUs then choose the same best of these.
+        spread: for rows whose pages are divided among several GPUs. Each GPU finds the best of its
+            own keys, and all GPUs then choose the same best of these.
     """
     block_tables, seq_lens, query_lens = rows
     places = block_tables.shape[1] * pages.cache.shape[-2]
