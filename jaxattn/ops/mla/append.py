@@ -29,8 +29,7 @@ def pack_mla_weights(
     time: the op indexes the stack, so a loop over layers copies nothing out of it.
 
     Raises:
-        TypeError, ValueError: An argument has a wrong dtype or shape. The message names the
-            argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
     """
     arguments = OpArguments("pack_mla_weights")
     stack = " ".join("LMNK"[: max(getattr(kv_norm, "ndim", 1) - 1, 0)])
@@ -94,9 +93,8 @@ def mla_append(
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens are written to one place. The message names the argument.
-        Refusal: The requested implementation does not support this call. The message gives the
-            reason.
+            out of range, or two tokens are written to one place; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "mla_append"
     arguments = OpArguments(op)

@@ -143,7 +143,7 @@ def mla_cache_write(
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens are written to one place. The message names the argument.
+            out of range, or two tokens are written to one place; the message names it.
     """
     arguments = OpArguments("mla_cache_write")
     latent = arguments.check("latent", latent, "B S D")

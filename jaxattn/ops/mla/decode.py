@@ -129,9 +129,8 @@ def mla_decode(
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
-            is out of range. The message names the argument.
-        Refusal: The requested implementation does not support this call. The message gives the
-            reason.
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     call = checked_call(
         q,

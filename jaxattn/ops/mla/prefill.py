@@ -129,10 +129,8 @@ def causal_attention(
         `out` in q's dtype and `lse` float32, natural logarithm.
 
     Raises:
-        TypeError, ValueError: An argument has a wrong dtype or shape. The message names the
-            argument.
-        Refusal: The requested implementation does not support this call. The message gives the
-            reason.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
@@ -244,9 +242,8 @@ def mla_prefill(
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
-            is out of range. The message names the argument.
-        Refusal: The requested implementation does not support this call. The message gives the
-            reason.
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("mla_prefill")
     axis = "B" if lines is None else "lines"
