@@ -170,8 +170,7 @@ class Mixer(abc.ABC):
         shared: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena | None]:
-        """Returns the output, the cache's arrays and the arena, for the prompts' lines and then
-        rows.
+        """Returns the output for the prompts' lines and then rows, the arrays, and the arena.
 
         `x` [1, N, hidden] is normed. By default this calls `prefill`, with one line per row as long
         as all lines, and `decode`. An implementation of its own projects all tokens at once, and
@@ -316,8 +315,7 @@ class FeedForward(abc.ABC):
         return {}
 
     def share(self, tokens: int) -> Any:
-        """Returns this GPU's share of a step of `tokens` tokens, or None if the GPU is the only
-        one.
+        """Returns this GPU's share of a step of `tokens` tokens, or None if it is the only GPU.
 
         A step computes the share before its loop over layers. In the loop, reading the number of
         the GPU would be a launch per layer that CUDA graphs cannot capture.
