@@ -157,7 +157,7 @@ class Model(abc.ABC):
         """Processes a piece of each row's prompt.
 
         Returns:
-            The head's input for each token (at padding, that of token 0), and the state.
+            The head's input for each token (at padding, that of a zero stream), and the state.
         """
 
     @abc.abstractmethod

@@ -26,8 +26,7 @@ from jaxattn.parallel import Parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftInputs(LayerCache):
-    """The draft head's inputs, `draft_hidden` [B, S, hidden] and their counts, `draft_pairs` int32
-    [B].
+    """The draft head's inputs `draft_hidden` [B, S, hidden], and their counts `draft_pairs` [B].
 
     Attributes:
         features: hidden.

@@ -252,8 +252,7 @@ def _check_finite(file: Path, finite: Mapping[str, bool]) -> None:
 
 
 def _scan(data: np.ndarray, dtype: str) -> tuple[str, bool]:
-    """Returns, in one pass over a tensor's bytes, their CRC-32 and whether all numbers are
-    finite."""
+    """Returns, in one pass over a tensor, its CRC-32 and whether all numbers are finite."""
     word, exponent = _EXPONENTS[dtype]
     crc, finite = 0, True
     for begin in range(0, data.size, SCANNED_BYTES):

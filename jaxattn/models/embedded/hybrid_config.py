@@ -1,5 +1,4 @@
-"""The hybrid decoder's configuration, in the names of DeepSeek-V3 (MLA) and Qwen3-Next
-(linear_*)."""
+"""The hybrid decoder's configuration, in DeepSeek-V3's names (MLA) and Qwen3-Next's (linear_*)."""
 
 import dataclasses
 from typing import Annotated, Any, Self

@@ -105,8 +105,7 @@ def from_stored(config: HybridConfig, tensors: dict[str, np.ndarray]) -> nnx.Sta
 
 
 def _places(config: HybridConfig, key: tuple) -> list[tuple[str, int, int | None]]:
-    """Returns a parameter's places in a checkpoint: (tensor, its row, row of the parameter's
-    stack).
+    """Returns a parameter's places in a checkpoint: (tensor, row of it, row of its own stack).
 
     The format stacks the configuration's pattern, whereas the decoder's segments may begin
     elsewhere.
