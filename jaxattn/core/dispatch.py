@@ -18,20 +18,21 @@ from jaxattn.core.reverse_mode import in_reverse_mode_only
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
-# Runs only on request: the Mosaic GPU kernel under JAX's interpreter, slowly, on any device. It
-# needs a host thread for each thread of the kernel. On a machine with few cores set the environment
-# variable PJRT_NPROC=16 before importing JAX, or it may deadlock.
+# Runs only on request: the Mosaic GPU kernel under JAX's interpreter, slowly, on any device. The
+# interpreter needs a host thread for each thread of the kernel. On a machine with few cores set the
+# environment variable PJRT_NPROC=16 before importing JAX, or it may deadlock.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(package_path.PACKAGE) + os.sep
 JAX = os.path.dirname(jax.__file__) + os.sep
 
 
-# With `traced_for_hopper(True)`, tracing chooses the ops of a Hopper GPU on any device. Use it for
-# shapes only, because the traced code can run only on such a GPU. The context is part of JAX's
-# trace cache key, so JAX does not reuse a trace from outside.
+# With `traced_for_hopper(True)`, tracing chooses the ops of a Hopper GPU on any device. Use the
+# context only for shapes, because the traced code can run only on such a GPU. The context is part
+# of JAX's trace cache key, so JAX does not reuse a trace from outside.
 traced_for_hopper = jax.make_user_context(default_value=False)
-# With `kernels_untraced(True)`, a traced kernel has operands and results, but no body. Use it only
-# for a step's shapes, since the code cannot run. Bodies take three quarters of the tracing time.
+# With `kernels_untraced(True)`, a traced kernel has operands and results, but no body. Use the
+# context only to count a step's memory, since the code cannot run. Bodies take three quarters of
+# the tracing time.
 kernels_untraced = jax.make_user_context(default_value=False)
 
 

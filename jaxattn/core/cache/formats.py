@@ -18,8 +18,8 @@ from jaxattn.core.validation.arguments import CACHES
 from jaxattn.core.validation.array_checks import FLOATS, check_sizes, is_integer
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
-# The bits of e4m3 numbers. XLA on a CPU widens a whole FP8 array around a write to a part of it,
-# and around a gather. It does neither to integers.
+# The bits of e4m3 numbers. XLA on a CPU widens a whole FP8 array, but not one of integers, around a
+# write to a part of it and around a gather.
 FP8_BITS = jnp.dtype("int8")
 
 # Bits of a key's and of a value's numbers (arXiv 2504.19874, under vLLM's names).

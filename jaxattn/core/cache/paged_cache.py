@@ -41,9 +41,8 @@ def slot_mapping(
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """Returns (page, place in it) of each row's last tokens; t is at seq_lens - query_lens + t.
 
-    If nothing is to be written for a token, its page is `num_pages`, which a write drops. This
-    holds for padding, tokens from `query_lens` on, positions before the row's first or beyond its
-    table, and table entries below 0.
+    The page is `num_pages`, which a write drops, for padding, tokens from `query_lens` on,
+    positions before the row's first or beyond its table, and table entries below 0.
 
     Args:
         tokens: S.
@@ -121,7 +120,7 @@ def page_blocks(
     tokens are not contiguous.
 
     Returns:
-        The blocks' pages, their first positions, and a function that reads one block. It takes
+        The blocks' pages, their first positions, and a function that reads one block: it takes
         (pages [B, n], first) and returns (kv [B, K, D] or [B, K, 2, Hk, D], positions [K]). kv is 0
         outside a row's tokens.
     """

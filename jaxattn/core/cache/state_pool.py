@@ -27,7 +27,7 @@ def state_read(
     Args:
         pool: `[Z, ...]`, or `[L, Z, ...]` with `layer`.
         state_indices: The slot of each row.
-        layer: Index into the stack, a Python int or a traced scalar. It is part of the gather, so
+        layer: Index into the stack, a Python int or a traced scalar, which is part of the gather:
             no layer is sliced out of the stack.
 
     Raises:
@@ -175,10 +175,10 @@ def write_slots(
     *,
     name: str = "write_indices",
 ) -> Array:
-    """Checks `write_indices` and returns the slots to write.
+    """Returns the checked slots to write: `[B]` after the last token, or `[B, S]` after each.
 
-    They are `[B]` after the last token, or `[B, S]` after each token. If the read slots are traced,
-    no row counts as padding, although the concrete write slots of a padding row may have any value.
+    If the read slots are traced, no row counts as padding, although the concrete write slots of a
+    padding row may have any value.
 
     Args:
         name: The argument's name, for messages.

@@ -44,8 +44,8 @@ class SymmetricBuffer:
 def with_addresses(mailbox: SymmetricBuffer) -> SymmetricBuffer:
     """Returns a mailbox with the addresses of its inboxes on the mesh's GPUs.
 
-    Call this once, on the host, when the inboxes exist. They must keep their addresses: a step that
-    uses them takes them donated, and returns them.
+    Call this once, on the host, when the inboxes exist. The inboxes must keep their addresses: a
+    step takes them donated, and returns them.
 
     Args:
         mailbox: The mailbox of all GPUs, concatenated along the first axis.

@@ -22,8 +22,8 @@ def split_fp8(
 ) -> tuple[Float[Array, "*B 2*N K"], Float[Array, "*B 2*N/128 K/128"]]:
     """Splits 16-bit weights into FP8 rows of their first four bits, then FP8 rows of the rest.
 
-    2 N must be 128, or N a multiple of 128. bfloat16 has eight bits: numbers above an 896th of the
-    largest in their 128 columns are exact, and the others are exact to 2**-17 of it.
+    2 N must be 128, or N a multiple of 128. As bfloat16 has eight bits, numbers above an 896th of
+    the largest in their 128 columns are exact, and the others are exact to 2**-17 of it.
     """
     *batch, rows, columns = weights.shape
     blocks = weights.astype(jnp.float32).reshape(*batch, rows, columns // BLOCK, BLOCK)

@@ -311,8 +311,8 @@ def rope(
 
     Args:
         x: [..., T, P], or with heads [..., T, H, P].
-        positions: Integer positions, one per token, or their `rotation`. They have one axis fewer
-            than `x`, or two with heads. Each axis equals that of `x` or is 1.
+        positions: Integer positions, one per token, or their `rotation`. The array has one axis
+            fewer than `x`, or two fewer with heads. Each axis equals that of `x` or is 1.
         config: Configuration of the rotation; P must be `config.dim`.
 
     Raises:

@@ -5,7 +5,7 @@ A page of C tokens and one key-value head is C / 16 groups of 16 tokens, one aft
     group    16 tokens' keys | their values | their float16 numbers, each kind by itself
 
 Within a group, the codes have the order in which the 128 threads of a warpgroup (warp w, lane 4 g +
-t) use them for an FP8 wgmma, so that adjacent threads read adjacent codes. Of keys, a thread has
+t) use them for an FP8 wgmma. Adjacent threads thus read adjacent codes. Of keys, a thread has
 tokens g and 8 + g; of values, tokens 4 t + i and dims 64 m + 16 w + 8 h + g. No two tokens share a
 byte, so appending a token reads nothing.
 
@@ -112,9 +112,9 @@ def slot_pages(form: TurboFormat, slots: UInt8[Array, "*p C slot"]) -> UInt8[Arr
 
 
 def _orders(form: TurboFormat) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns (sizes, order) of keys, values and numbers.
+    """Returns (sizes, order) for keys, values and numbers.
 
-    These are the axes of a group's slots, and their order in memory.
+    Sizes are the axes of a group's slots, and the order is that in memory.
     """
     blocks = form.head_dim // 64
     keys = {

@@ -23,7 +23,7 @@ MOST_FLOAT32 = float(np.finfo(np.float32).max)
 class BoundedLengths:
     """Lengths of rows that are known to be at most `most`.
 
-    Ops accept them for `seq_lens`. They would otherwise check traced lengths in every layer.
+    Ops accept them for `seq_lens`, because otherwise each layer would check traced lengths.
 
     Attributes:
         lengths: int32 [B].

@@ -63,7 +63,7 @@ class Matrix(NamedTuple):
     """The shape of a product's weight, [inner, out].
 
     Attributes:
-        together: Widths of column ranges that must stay contiguous, as in a checkpoint.
+        together: Widths of column ranges that are contiguous in a checkpoint too.
     """
 
     inner: int
@@ -258,8 +258,8 @@ class Mixer(abc.ABC):
     def beside(self, stream: Stream, params: Any) -> tuple[Array, Array] | None:
         """Returns extra FP8 weights [repeats, N, K] and their scales, or None.
 
-        A step reads them in the same launch as others. They are computed from the parameters;
-        `leave_beside` passes their place to the module.
+        The weights are computed from the parameters, and a step reads them in the same launch as
+        others. `leave_beside` passes their place to the module.
         """
         return None
 

@@ -1,7 +1,7 @@
 """Buffers in peer memory for sums and exchanges over GPUs, as a cache that belongs to no row.
 
-See `jaxattn.ops.collectives.all_reduce_norm`. Other GPUs write into the buffer. It is therefore
-part of the step's state, and keeps one address as long as the engine lives.
+See `jaxattn.ops.collectives.all_reduce_norm`. Other GPUs write into the buffer, so it is part of
+the step's state, and keeps one address as long as the engine lives.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ def most_tokens(features: int, gpus: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SymmetricMemoryCache(LayerCache):
-    """The `SymmetricBuffer` of each GPU, as three arrays.
+    """The `SymmetricBuffer` of each GPU, as arrays of a cache.
 
-    They are `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and `peer_addresses` [N + 1, 2]. In
-    the buffers of an exchange or of a merge, the prefix is `exchange_` or `meeting_`.
+    The arrays are `peer_inbox` [2, N, T, F], `peer_counts` [1, T, 1] and `peer_addresses` [N + 1,
+    2]. In the buffers of an exchange or of a merge, the prefix is `exchange_` or `meeting_`.
 
     Attributes:
         gpus: N.

@@ -9,9 +9,9 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file
 def fingerprint(folder: Path) -> str:
     """Returns 12 hexadecimal digits for a folder's config.json and safetensors files.
 
-    They depend on each file's name and size, its first bytes, where safetensors has its header, and
-    64 evenly spaced pieces of 4 KiB. Two trainings of one model therefore differ, and a checkpoint
-    of a terabyte takes a second.
+    The digits depend on each file's name and size, its first bytes, where safetensors has its
+    header, and 64 evenly spaced pieces of 4 KiB. Two trainings of one model therefore differ, and a
+    checkpoint of a terabyte takes a second.
 
     Raises:
         OSError: A file cannot be read.

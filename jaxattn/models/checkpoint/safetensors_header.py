@@ -2,8 +2,9 @@
 
 A file is the header's length (8 bytes, little-endian), the header (JSON), and the tensors' bytes.
 These follow one another without gaps, in any order, to the end of the file. `read_header` checks
-the JSON. `check_layout` checks the tensors' places, once their shapes are known to be right. Their
-errors complete a sentence that begins with the file: "is cut off ...", "has a damaged header ...".
+the JSON. `check_layout` checks the tensors' places, once their shapes are known to be right. The
+errors of both complete a sentence that begins with the file: "is cut off ...", "has a damaged
+header ...".
 """
 
 import json

@@ -1,6 +1,6 @@
 """Qwen3-Next (`model_type` qwen3_next): gated delta nets, gated attention, experts in every layer.
 
-Its checkpoints interleave the rows of a delta net's input projections per key head. The prediction
+The checkpoints interleave the rows of a delta net's input projections per key head. The prediction
 layer (mtp.*), which config.json does not mention, is read as a draft head on request.
 
 Not supported: biases in attention, ungated attention, activations other than SiLU, experts only in

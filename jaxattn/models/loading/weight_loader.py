@@ -6,7 +6,7 @@ one block per reader. Decoding, transposes and splits run on the device, in prog
 compiled while blocks are read.
 
 The host's additional memory is at most `PART_BYTES` per reader: the reader's block, XLA's pinned
-copy of it (rounded up by XLA's pool), and compilation. It does not depend on the model
+copy of it (rounded up by XLA's pool), and compilation. This limit does not depend on the model
 (tests/models/test_loading_memory.py).
 """
 

@@ -42,7 +42,7 @@ from jaxattn.ops.collectives.all_reduce_norm import (
 def caches_of(state: DecodeState, name: str) -> Arrays:
     """Returns the arrays that a layer of this cache may use.
 
-    These are the cache's arrays, the mailboxes through which its layers send rows, and the arrays
+    The arrays are the cache's own, the mailboxes through which its layers send rows, and the arrays
     that earlier layers pass on.
     """
     given = dict(state.caches[name])
@@ -149,8 +149,8 @@ class DecodeStep:
     def norms_of(self, layer: DecoderLayer, place: LayerPosition) -> tuple[Callable, Callable]:
         """Returns a layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
 
-        They use the stack of all layers' norms if there is one. For a single token, the product
-        after a norm may compute the norm.
+        The norms use the stack of all layers' weights if there is one. For a single token, the
+        product after a norm may compute the norm.
         """
         if place.block.norms_after:
             add = partial(add_alone, dtype=jnp.dtype(self.collectives.spec.stream.dtype))
@@ -177,9 +177,9 @@ class DecodeStep:
     def _summing_norms(
         self, block: Block, of_all: dict[str, Any]
     ) -> tuple[Callable, Callable | None]:
-        """Returns the norms that also sum over GPUs; the second may be None.
+        """Returns the norms that also sum over GPUs.
 
-        It is None if all GPUs have their own tokens, and the layer does not gather them.
+        The second is None if all GPUs have their own tokens, and the layer does not gather them.
         """
         spec, given = self.collectives.spec, self.implementation
         by_name = "xla" if given in ONLY_BY_NAME else given

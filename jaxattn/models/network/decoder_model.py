@@ -147,8 +147,8 @@ class DecoderModel(Model):
         """Returns the model with fused sums: on several GPUs, a kernel sums outputs of small steps.
 
         In decode steps of up to `tokens` tokens, one launch replaces XLA's all-reduce and a norm
-        (`jaxattn.ops.collectives.all_reduce_norm`). This requires bfloat16, one process, and `data`
-        1 or data groups of one GPU with experts over all GPUs; otherwise the steps use XLA's
+        (`jaxattn.ops.collectives.all_reduce_norm`). The kernel requires bfloat16, one process, and
+        `data` 1 or data groups of one GPU with experts over all GPUs; otherwise the steps use XLA's
         all-reduce.
 
         Args:

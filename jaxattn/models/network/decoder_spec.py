@@ -26,8 +26,8 @@ from jaxattn.parallel import ALONE, Parallel, pieces_of
 class DraftHead:
     """A multi-token prediction (MTP) head, which guesses the token after the next.
 
-    It is an additional layer after the others. Its input is the output head's input for a token,
-    together with the embedding of the next token.
+    The head is an additional layer after the others. The layer reads the output head's input for a
+    token, together with the embedding of the next token.
 
     Attributes:
         hands_on_normed: Whether the next guess reads the layer's output after its last norm instead

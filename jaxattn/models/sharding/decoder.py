@@ -40,8 +40,8 @@ from jaxattn.parallel import DeviceGroup, Parallel
 class ShardedDecoder(DecoderModel):
     """The model that each GPU of a layout runs, with fewer heads, columns or experts.
 
-    Its parameters, caches and scratch are those of one GPU. Its steps run inside `jax.shard_map`
-    over the mesh of a `DeviceGroup`, and return the logits of one part of the vocabulary.
+    Parameters, caches and scratch are those of one GPU. The steps run inside `jax.shard_map` over
+    the mesh of a `DeviceGroup`, and return the logits of one part of the vocabulary.
 
     Attributes:
         undivided: The model that the GPUs divide.

@@ -239,8 +239,8 @@ class Int4GroupEncoding(Int4Encoding):
 class Mxfp4Encoding(CodeEncoding):
     """MXFP4 experts [E, in, out], of which `_blocks` stores the columns [E, out] one after another.
 
-    A block is 16 bytes of 32 numbers; the lower half of a byte is the first number. They decode to
-    bfloat16, as in transformers.
+    A block is 16 bytes of 32 numbers; the lower half of a byte is the first number. The numbers
+    decode to bfloat16, as in transformers.
     """
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:

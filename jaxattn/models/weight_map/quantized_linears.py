@@ -1,9 +1,9 @@
 """Linears other than experts that stay FP8 or 4 bits, and the mapping of numbers and scales.
 
-A linear stays FP8 in all layers of a kind or in none. Its weight is then [out, in] as published,
-except for the order of columns, with a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`).
-A linear becomes bfloat16 at load time if no kernel supports its shape, or if its parts would cut
-blocks of scales (`Matrix.fits_fp8`).
+A linear stays FP8 in all layers of a kind or in none. The weight of such a linear is [out, in] as
+published, except for the order of columns, with a scale for each block of 128 x 128
+(`jaxattn.nn.Fp8Linear`). A linear becomes bfloat16 at load time if no kernel supports its shape, or
+if its parts would cut blocks of scales (`Matrix.fits_fp8`).
 """
 
 import dataclasses

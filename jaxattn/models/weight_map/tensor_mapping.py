@@ -125,8 +125,8 @@ class LayerMapping:
     ) -> WeightMapping:
         """Maps the scales of one expert's FP8 linear.
 
-        Their place is the `number`-th of [E, n, rows, columns] in the stack, or all of [E, rows,
-        columns].
+        The scales' place is the `number`-th of [E, n, rows, columns] in the stack, or all of [E,
+        rows, columns].
         """
         index = (self.repeat, expert)
         tensor = f"{self.prefix}.{name}.weight_scale_inv"

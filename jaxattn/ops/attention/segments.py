@@ -88,8 +88,8 @@ class SegmentBounds(NamedTuple):
 def _tokens_of_sequences(ids: Any, lengths: Any, xp: Any) -> Any:
     """Returns which tokens belong to a sequence, bool [B, T], in NumPy or JAX.
 
-    Packed training data ends a row with tokens of id 0 or -1. They are padding if the row's first
-    id is greater. In a row that begins with 0, they belong to a sequence.
+    Packed training data ends a row with tokens of id 0 or -1. These tokens are padding if the row's
+    first id is greater. In a row that begins with 0, they belong to a sequence.
     """
     token = xp.arange(ids.shape[1], dtype=xp.int32)
     return ((ids > 0) | (ids >= ids[:, :1])) & (token < lengths[:, None])

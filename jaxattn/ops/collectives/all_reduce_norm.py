@@ -53,7 +53,7 @@ def all_reduce_norm_layer(
         layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
         dtype: Dtype of the norm. None means x's.
         implementation: "mosaic_gpu", "xla", or None for the best available. The kernel requires 2
-            to 8 GPUs of one process and F a multiple of 256, at most 8192. It has no gradient.
+            to 8 GPUs of one process and F a multiple of 256, at most 8192, and has no gradient.
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.

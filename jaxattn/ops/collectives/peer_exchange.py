@@ -35,7 +35,7 @@ def peer_exchange(
         room: Number of additional GPUs' worth of zeros appended to the result.
         axes: The mesh axes of the GPUs. The kernel needs all axes of the mesh, in its order.
         implementation: "mosaic_gpu", "xla", or None for the best available. The kernel requires 2
-            to 8 GPUs of one process and F a multiple of 256, at most 8192. It has no gradient.
+            to 8 GPUs of one process and F a multiple of 256, at most 8192, and has no gradient.
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.

@@ -272,7 +272,7 @@ def _conv_rows(
 def _inputs_before(x: Array, initial: Array, count: int) -> Array:
     """Returns, for each token, the input `count` tokens before it; `count` is at most W - 1.
 
-    This is a slice of the concatenation, written as a select of padded arrays: XLA writes a
+    The result is a slice of the concatenation, written as a select of padded arrays: XLA writes a
     concatenation to memory, but fuses these.
     """
     if not count:
@@ -334,7 +334,7 @@ def _conv_packed(
 def _taps_of_sequences(x: Array, position: Array, width: int) -> list[Array]:
     """Returns W shifted copies of x [B, T, Dc], the input W - 1 to 0 tokens before each token.
 
-    They are zero before the token's sequence, in which it has the position [B, T].
+    The copies are zero before a token's sequence, in which the token has the position [B, T].
     """
 
     def before(back: int) -> Array:

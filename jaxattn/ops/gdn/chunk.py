@@ -74,11 +74,11 @@ def chunk_gated_delta_rule(
             The kernel requires Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands.
 
     If the kernel runs the forward pass, kernels also compute the gradient, and treat float16 as
-    bfloat16. They keep two bfloat16 matrices [Dv, Dk] per chunk and head: the state and its
-    gradient. In bfloat16, if each sequence is a multiple of 64 tokens and cu_seqlens is concrete or
-    None, the forward pass saves 14 KiB per chunk and head for the backward pass. "xla" keeps one
-    float32 state per chunk and head. Both recompute everything else from the arguments; their other
-    memory grows as T x (Dk + Dv + chunk_size) per head.
+    bfloat16. These kernels keep two bfloat16 matrices [Dv, Dk] per chunk and head: the state and
+    its gradient. In bfloat16, if each sequence is a multiple of 64 tokens and cu_seqlens is
+    concrete or None, the forward pass saves 14 KiB per chunk and head for the backward pass. "xla"
+    keeps one float32 state per chunk and head. Both recompute everything else from the arguments;
+    their other memory grows as T x (Dk + Dv + chunk_size) per head.
 
     Without cu_seqlens, a token with g = 0 and k = 0 or beta = 0 leaves the state unchanged (up to
     float32 rounding if the kernel splits). Use such tokens to pad rows to one length.

@@ -322,7 +322,7 @@ def _scan_packed(
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """`x * rsqrt(sum(x^2) + 1e-6)` in float32, in x's dtype: FLA's and transformers' epsilon."""
+    """Returns `x * rsqrt(sum(x^2) + 1e-6)`, in x's dtype; FLA and transformers use this epsilon."""
     wide = x.astype(jnp.float32)
     norm = lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * norm).astype(x.dtype)

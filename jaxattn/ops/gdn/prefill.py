@@ -1,10 +1,10 @@
 """The chunked gated delta rule on a state pool: prompts start from slots and end in slots.
 
-A server with a prefix cache keeps the states after every n tokens, not only after a prompt's last
-token: a later request with the same beginning continues from the last of them. The op writes them
-to slots that the caller names instead of returning an array. Such a server already manages slots
-like pages. An array would be as large as the checkpoints and cost another copy, and the server may
-not need most of a prompt's checkpoints.
+A server with a prefix cache keeps the states after every n tokens, so that a later request with the
+same beginning can continue from the last of them. The op writes them to slots that the caller names
+instead of returning an array. Such a server already manages slots like pages. An array would be as
+large as the checkpoints and cost another copy, and the server may not need most of a prompt's
+checkpoints.
 """
 
 import jax
@@ -96,8 +96,8 @@ def gated_delta_rule_prefill(
         output_norm: The gated norm of o. The kernel computes it in its epilogue if it processes
             more than 66 states at once and the gate has v's dtype; otherwise XLA does.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
-            The kernel requires Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands. It is
-            not differentiable.
+            The kernel requires Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and
+            is not differentiable.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.

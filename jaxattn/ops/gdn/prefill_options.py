@@ -24,9 +24,9 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpiloguePa
 class Checkpoints:
     """Slots that receive each sequence's state after every `tokens` tokens.
 
-    They hold states of the recurrence only. The state of the convolution before it is its last W -
-    1 inputs, which the caller has: for a checkpoint before token `end`, take `x[:, end - (W - 1) :
-    end]` of `causal_conv1d`'s input `x`.
+    The slots hold states of the recurrence only. The state of the convolution before it is its last
+    W - 1 inputs, which the caller has: for a checkpoint before token `end`, take `x[:, end - (W -
+    1) : end]` of `causal_conv1d`'s input `x`.
 
     Attributes:
         slots: `slots[i, j]` receives sequence i's state after `(j + 1) * tokens` tokens. -1 stores

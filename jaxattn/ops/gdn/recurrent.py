@@ -29,7 +29,7 @@ def gdn_gates(
     """Computes `g = -exp(A_log) * softplus(a + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
     g is the log decay. Both results stay float32: beta rounded to bfloat16 is a known source of
-    drift. These are Qwen3-Next's gates.
+    drift. Source: Qwen3-Next.
 
     Raises:
         TypeError, ValueError: An argument is not an array, or has a wrong shape or dtype.
@@ -69,7 +69,8 @@ def recurrent_gated_delta_rule(
 
     Use it for a few tokens, and as a reference. Arguments, results and errors are those of
     `chunk_gated_delta_rule`, except that `scale` may be traced. The op is differentiable in both
-    modes; reverse mode saves one state per token. It has no kernel, so it rejects "mosaic_gpu".
+    modes; reverse mode saves one state per token. There is no kernel, so the op rejects
+    "mosaic_gpu".
     """
     return recurrent_rule(
         "recurrent_gated_delta_rule",

@@ -1,7 +1,8 @@
 """The GQA append op: norms, rotation, quantization and cache write of new tokens.
 
 Between the projections and the cache lie the norms of each head's query and key, their rotation,
-and the write. Each takes a few microseconds for little work, so one kernel does all of them.
+and the write. Each of these takes a few microseconds for little work, so one kernel does all of
+them.
 """
 
 import jax

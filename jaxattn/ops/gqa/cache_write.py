@@ -105,9 +105,9 @@ def gqa_cache_write(
     with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
     page that is written.
 
-    The op checks concrete tables and lengths. It cannot check traced ones: then it writes nothing
-    for a row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor
-    through a table entry outside 0 to N - 1. If two tokens fall into one place, either may win.
+    The op checks concrete tables and lengths. With traced ones, it writes nothing for a row whose
+    seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor through a table entry
+    outside 0 to N - 1. If two tokens fall into one place, either may win.
 
     Args:
         kv_cache: A stack of layers (with `layer`) or one layer's pages.

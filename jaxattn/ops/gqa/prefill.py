@@ -1,8 +1,8 @@
 """Grouped-query attention of many new tokens per row. `jaxattn.gqa` is the public module.
 
 The plain-JAX path processes `QUERY_BLOCK` queries at a time, first against their rows' cached
-prefix and then against the new tokens, one block of keys at a time. It therefore holds only the
-scores of two blocks of T x context. The kernel (gqa/prefill/launch.py) holds none. The gradient of
+prefix and then against the new tokens, one block of keys at a time. Of the T x context scores, this
+path therefore holds only two blocks. The kernel (gqa/prefill/launch.py) holds none. The gradient of
 `gqa_attention` has a kernel too (backward.py). That of `gqa_prefill` uses the plain JAX path, which
 recomputes everything from the inputs.
 """
@@ -142,8 +142,8 @@ def gqa_prefill(
     TypeError.
 
     The op reads the prefix, positions below seq_lens - query_lens, from the cache one block of
-    pages at a time. It takes the new tokens' keys and values from `k` and `v`, so the cache need
-    not hold them yet. Pass the cache that `gqa_cache_write` returned, so that XLA need not keep the
+    pages at a time. The new tokens' keys and values come from `k` and `v`, so the cache need not
+    hold them yet. Pass the cache that `gqa_cache_write` returned, so that XLA need not keep the
     cache from before the write.
 
     Args:
@@ -159,10 +159,10 @@ def gqa_prefill(
             The kernel requires D 64, 128 or 256, and q, k and v of one dtype, bfloat16 or float16.
             For a cache of that dtype in pages of 16, 32, 64 or 128 tokens it needs no memory
             besides its results. With fewer than 256 new tokens per row and several query heads per
-            key-value head, it copies queries and output. It unpacks other caches one block of
-            tokens at a time: 256 MiB or 1024 tokens of each row, whichever is more. It then also
-            holds one result in float32. "xla" supports any shape, and holds at most B * H * 512 *
-            1024 * 4 bytes of scores.
+            key-value head, it copies queries and output. Other caches are unpacked one block of
+            tokens at a time: 256 MiB or 1024 tokens of each row, whichever is more. The kernel then
+            also holds one result in float32. "xla" supports any shape, and holds at most B * H *
+            512 * 1024 * 4 bytes of scores.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens t >=

@@ -114,7 +114,7 @@ def finish(
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
     """Returns (out, lse) in the wide dtype: adds the sinks once, then applies the gate.
 
-    They are 0 and -inf where `sees` is False.
+    `out` is 0 and `lse` is -inf where `sees` is False.
     """
     batch, tokens = sees.shape
     kv_heads, rows = state.top.shape[1:]

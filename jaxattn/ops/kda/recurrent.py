@@ -24,7 +24,7 @@ def recurrent_kda(
 
     Use it for a few tokens, and as a reference. Arguments, results and errors are those of
     `chunk_kda`, except that `scale` may be traced. The op is differentiable in both modes; reverse
-    mode saves one state per token. It has no kernel.
+    mode saves one state per token. There is no kernel.
     """
     return recurrent_rule(
         "recurrent_kda",

@@ -36,8 +36,8 @@ def rms_norm_layer(
         layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
         dtype: Dtype of the result. None means x's.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
-            The kernel requires F a multiple of 128, at most 8192. It has no gradient;
-            differentiating it raises NotImplementedError.
+            The kernel requires F a multiple of 128, at most 8192. Differentiating it raises
+            NotImplementedError.
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.

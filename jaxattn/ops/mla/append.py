@@ -1,8 +1,8 @@
 """The MLA append op: norms, rotation and cache write of a decode step's new tokens.
 
 Between an MLA layer's first projections and its cache lie the RMS norm of the latents, the rotation
-of the key that all heads share, and the write. The compressed queries need a norm too. Each takes a
-few microseconds for little work, so one kernel does all of them.
+of the key that all heads share, and the write. The compressed queries need a norm too. Each of
+these takes a few microseconds for little work, so one kernel does all of them.
 """
 
 import jax

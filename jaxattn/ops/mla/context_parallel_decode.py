@@ -30,7 +30,7 @@ def mla_decode_context_parallel(
 ) -> tuple[Float[Array, "B 1 h R"], Arena | None, SymmetricBuffer]:
     """Runs `mla_decode` for one token per row on N GPUs, each of which holds some of its pages.
 
-    Call it inside `jax.shard_map`. Each GPU attends with all heads to its own pages. It receives
+    Call it inside `jax.shard_map`. Each GPU attends with all heads to its own pages, and receives
     the output of its own h = H / N heads over all GPUs' pages: `merge_attention_states` of the
     GPUs' outputs, which are first rounded to bfloat16. A row without tokens gives 0.
 

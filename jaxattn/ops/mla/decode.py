@@ -227,10 +227,9 @@ def checked_call(
 
 
 def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[Any, ...]:
-    """Runs the call and returns the op's results.
+    """Runs the call and returns (out, lse), followed by the arena if there is one.
 
-    These are (out, lse), followed by the arena if there is one. With a merge they are (out, the
-    arena or None, the mailbox).
+    With a merge the results are (out, the arena or None, the mailbox).
     """
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """MLA prefill, for many new tokens per row. `jaxattn.mla` is the public module.
 
-Prefill does not absorb. It expands each head's keys and values from the latent, which for many
+Prefill does not absorb, but expands each head's keys and values from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
 
 The gradient of `causal_attention` has a kernel (`jaxattn.ops.attention.backward`). The gradient of
@@ -203,10 +203,10 @@ def mla_prefill(
     TypeError.
 
     The op merges, by log-sum-exp, the new tokens' causal attention with their attention to the
-    prefix, positions below seq_lens - query_lens. It reads the prefix from the cache `block` tokens
-    at a time. It takes the new tokens from `latent`, so the cache need not hold them yet, and an
-    FP8 cache does not round them. Pass the cache that `mla_cache_write` returned, so that XLA need
-    not keep the cache from before the write.
+    prefix, positions below seq_lens - query_lens. The prefix is read from the cache `block` tokens
+    at a time. The new tokens come from `latent`, so the cache need not hold them yet, and an FP8
+    cache does not round them. Pass the cache that `mla_cache_write` returned, so that XLA need not
+    keep the cache from before the write.
 
     Args:
         q: Queries, nope dims first, then the P rotated dims.

@@ -66,7 +66,7 @@ def mixture_of_experts(
     the order of `ids`, so its result does not depend on other tokens. A NaN in a token stays in
     that token.
 
-    Padding: an id below 0 or from E on is no expert. It adds exactly 0, and nothing is read for it.
+    Padding: an id below 0 or from E on is no expert; it adds exactly 0, and nothing is read for it.
     The kernels read only the weights of chosen experts, once per tile of tokens.
 
     The reverse-mode gradient has kernels too, for x, `weights` (and through them the router), both

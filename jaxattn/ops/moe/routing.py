@@ -94,7 +94,7 @@ def route(
             `e_score_correction_bias`).
         router: The routing rule.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
-            The kernel requires a multiple of 32 experts, at most 1024. It supports gradients in
+            The kernel requires a multiple of 32 experts, at most 1024, and supports gradients in
             reverse mode.
 
     Raises:

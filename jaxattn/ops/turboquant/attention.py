@@ -79,11 +79,11 @@ def turbo_attention(
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: As for `gqa_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
-            "xla" is the reference. It holds a block of 512 cached tokens of every row in float32,
-            and scores of 512 queries against them. The kernels require q of bfloat16 or float16,
-            and decode requires pages of 16, 32, 64 or 128 tokens. For more than 8 tokens, the op
-            unpacks one block of keys and values at a time into float16: 64 MiB or 1024 tokens of
-            each row, whichever is more. It then also holds one result in float32.
+            "xla" is the reference, which holds a block of 512 cached tokens of every row in
+            float32, and scores of 512 queries against them. The kernels require q of bfloat16 or
+            float16, and decode requires pages of 16, 32, 64 or 128 tokens. For more than 8 tokens,
+            the op unpacks one block of keys and values at a time into float16: 64 MiB or 1024
+            tokens of each row, whichever is more. The kernel then also holds one result in float32.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink

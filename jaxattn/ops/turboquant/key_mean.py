@@ -2,7 +2,7 @@
 
 Subtracting one number from all scores of a query does not change their softmax, and neither does
 subtracting one vector from all keys. Real models have dims that are large and nearly the same in
-every key. Their rounding to float16 would be by far the largest error, whereas the differences
+every key. Rounding such dims to float16 would be by far the largest error, whereas the differences
 between keys are small.
 """
 
@@ -18,7 +18,7 @@ from jaxattn.core.turboquant.slot_layout import GROUP
 # Number of groups of 16 tokens, spread evenly over the row, that are averaged. 128 tokens add a
 # 128th to the square of the differences.
 SAMPLES = 8
-# The mean is clipped to this magnitude, which limits how much it can shift keys in float16.
+# The mean is clipped to this magnitude, so it reduces float16's range for keys by no more.
 MOST = 1024.0
 
 

@@ -28,7 +28,7 @@ def import_vllm_slots(
     """Converts one layer of vLLM's cache to this library's format.
 
     Codes, scales, minima and e4m3 keys carry over bit for bit. Levels are e4m3 numbers here and
-    float32 in vLLM, so a key differs by at most 2% of its length. Its length is the same up to
+    float32 in vLLM, so a key differs by at most 2% of its length. The length is the same up to
     float16 rounding.
 
     Args:

@@ -1,7 +1,7 @@
 """Ministral 3 (`model_type` ministral3): Llama's layers, with queries scaled by position.
 
-`mistral3` has a vision tower, which is not read. Its text model, in `text_config`, is this one or
-Mistral's.
+`mistral3` has a text model, this one or Mistral's, in `text_config`, and a vision tower, which is
+not read.
 
 Not supported: activations other than SiLU, a mix of layers with and without a window
 (`layer_types`), other scalings of RoPE (`ConfigFields.rope`).

@@ -1,8 +1,9 @@
 """DeepSeek-V3.2 (`model_type` deepseek_v32): DeepSeek-V3 whose queries attend to 2,048 tokens each.
 
-An indexer in every layer chooses these tokens (DeepSeek Sparse Attention). Its keys are in separate
-pages next to the latents. The choice compares float32 scores of keys in the cache's dtype.
-DeepSeek's code also rotates by a Hadamard matrix before FP8; this changes no score, and is omitted.
+An indexer in every layer chooses these tokens (DeepSeek Sparse Attention). The indexer's keys are
+in separate pages next to the latents. The choice compares float32 scores of keys in the cache's
+dtype. DeepSeek's code also rotates by a Hadamard matrix before FP8; this changes no score, and is
+omitted.
 
 Not supported: everything that DeepSeek-V3 does not support, and layers without low-rank queries.
 """

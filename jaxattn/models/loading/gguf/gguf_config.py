@@ -23,7 +23,7 @@ _FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 HEAD, EMBEDDING, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
-# Fields of Llama 3.1 to 3.3. Their files store only the result, the slowdown of each pair.
+# Fields of Llama 3.1 to 3.3. The files store only the result, the slowdown of each pair.
 _LLAMA3: dict[str, Any] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip

@@ -43,7 +43,7 @@ def mla_index(
 
     The score of position t is the sum over index heads of weights_h * relu(q_h . k_t), in float32.
     Token s of a row sees the positions up to its own, seq_lens - query_lens + s, as in
-    `mla_decode`. Their keys must be in the cache already (`mla_index_write`). S may be a few tokens
+    `mla_decode`; the keys must be in the cache already (`mla_index_write`). S may be a few tokens
     of decoding or a chunk of a prompt. The choice has no gradient.
 
     If scores are equal, the lower position wins. A token that sees at most `top_k` positions gets
