@@ -163,7 +163,7 @@ class PublishedModel(NamedTuple):
         return _forms(self.model)
 
     def as_stored(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """Returns the model with floats where the folder has no FP8 linears or 4-bit experts.
+        """Returns the model with floats for FP8 and 4-bit weights that the folder has as floats.
 
         Args:
             dtypes: The dtypes of the folder's tensors, by name.
@@ -175,7 +175,10 @@ class PublishedModel(NamedTuple):
         return published._replace(model=with_fp8_linears(published.model, floats))
 
     def _with_stored_four_bit_linears(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """Does so for linears other than experts; a float in one layer becomes one in all."""
+        """Gives 4-bit linears the dtype of the folder's scales.
+
+        A linear that the folder stores as a float in one layer becomes a float in all layers.
+        """
         spec, scales_of = self.model.spec, dict[str, set[str | None]]()
         form: FourBitFormat | None = None
         for each in self.placed(dtypes):

@@ -208,7 +208,7 @@ def dequantize(
 
 
 def quantize(weights: Float[Array, "*n R K"], form: FourBitFormat) -> UInt8[Array, "*n r c B"]:
-    """Rounds weights to the nearest numbers of the format, if no checkpoint stores them so."""
+    """Rounds weights without a 4-bit checkpoint to the format's nearest numbers."""
     groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group)
     most = jnp.maximum(jnp.abs(groups).max(-1), 2.0**-60)
     if form.kind == "mxfp4":

@@ -131,7 +131,7 @@ class Mixer(abc.ABC):
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the module with its parameters; `module(x)` trains on whole sequences."""
+        """Builds the module with its parameters; `module(x)` runs whole sequences, for training."""
 
     @abc.abstractmethod
     def cache(self, stream: Stream, layers: int) -> LayerCache: ...

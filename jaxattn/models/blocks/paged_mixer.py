@@ -84,7 +84,7 @@ class PagedMixer(Mixer):
     def exchanging(
         self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
     ) -> dict[str, Any]:
-        """Returns `shared` with the arrays' symmetric buffer, if any, in its pages."""
+        """Returns `shared` with the arrays' symmetric buffer, if any, in `shared["spread"]`."""
         spread = shared["spread"]
         if spread is None or not has_buffer(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
             return shared

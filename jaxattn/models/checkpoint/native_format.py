@@ -95,7 +95,7 @@ class CheckpointError(ValueError):
 
 
 def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> None:
-    """Writes the folder, creating it if needed, and replaces a model in it atomically.
+    """Writes the folder, creating it if needed; a complete model replaces one in it.
 
     Args:
         path: The folder.

@@ -102,7 +102,7 @@ def ungrouped(x: Float[Array, "B Hk R *D"], tokens: int) -> Float[Array, "B Q H 
 
 
 def weigh(values: Float[Array, "B K Hk D"]) -> Callable[[jax.Array], jax.Array]:
-    """Returns the weighted sum of values, which rounds probabilities to the values' dtype."""
+    """Returns a function that sums values weighted by p, rounded to the values' dtype."""
     return lambda p: dot("bhrk,bkhd->bhrd", p.astype(values.dtype), values)
 
 

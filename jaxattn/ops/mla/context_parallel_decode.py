@@ -28,7 +28,7 @@ def mla_decode_context_parallel(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B 1 h R"], Arena | None, SymmetricBuffer]:
-    """Runs `mla_decode` for one token per row on N GPUs, each of which holds some of its pages.
+    """Runs `mla_decode` for one token per row on N GPUs that hold different pages of the row.
 
     Call it inside `jax.shard_map`. Each GPU attends with all heads to its own pages, and receives
     the output of its own h = H / N heads over all GPUs' pages: `merge_attention_states` of the
