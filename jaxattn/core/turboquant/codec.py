@@ -67,7 +67,7 @@ class TurboFormat:
     """A preset for a head dim; one layer's cache is uint8 [N, Hk, C * slot_bytes].
 
     Attributes:
-        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two warn, once each.
+        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two presets each warn once.
         head_dim: D, 64, 128 or 256.
 
     Raises:

@@ -65,7 +65,7 @@ def scratch(
     form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
-    """What `mixture_of_experts` keeps in the arena between and behind the experts' products.
+    """The scratch of `mixture_of_experts` in the arena, between and after the experts' products.
 
     Args:
         tokens: T, padding included.
@@ -73,14 +73,15 @@ def scratch(
         experts: E.
         hidden: F.
         expert_size: I, columns of each expert.
-        dtype: of the products' operands: the weights', or x's where weights are quantized.
+        dtype: dtype of the products' operands: the dtype of the weights, or of x if the weights are
+            quantized.
         fp8: whether the weights are FP8.
-        form: of weights of 4 bits.
-        config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
+        form: the format of 4-bit weights.
+        config: the tile sizes of the kernels; None is the choice of `mixture_of_experts`.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, float32. Both have
-        T * K rows and some more, so that each expert begins a tile.
+        Region `h` in `dtype`, the values between the experts' products, and region `y` in float32,
+        their outputs. Both have T * K rows and padding, so that each expert begins at a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,

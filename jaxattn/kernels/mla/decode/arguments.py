@@ -17,13 +17,13 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextParallelMerge:
-    """With what they meet, inside of `jax.shard_map`.
+    """The buffer and the mesh axes with which GPUs merge their outputs, inside `jax.shard_map`.
 
     Attributes:
-        mailbox: of `merge_buffer_shape`, of these GPUs.
+        mailbox: the symmetric buffer of these GPUs, with the shape `merge_buffer_shape`.
         axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        heads: of the queries that are given, those of the GPUs; the others are zeros, which fill a
-            tile of the kernel. None: all.
+        heads: the number of heads of q that belong to the GPUs. The other heads are zeros, which
+            fill a tile of the kernel. None: all heads.
     """
 
     mailbox: SymmetricBuffer

@@ -35,22 +35,25 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> Schedule:
-    """How the GPU's blocks share the rows of a step: once a step, for the layers of all of it.
+    """The schedule that divides the rows of a step among the GPU's blocks. Compute it once per
+    step, for all layers.
 
     Args:
         seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
         q_len: S.
         num_heads: H.
         max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernels have 16, 32, 64 and 128; `mla_decode` runs any
-            other in XLA, which does not read the schedule.
-        batch_invariant: a row's result has the same bits whatever the other rows are. Rows are cut
-            by B, M and their own length alone, into as many pieces as each has blocks: a long row
-            has no more of them than short ones beside it. Of more rows than blocks none is cut.
-        interpret: for the interpreter, which takes fewer blocks.
+        page_size: C, tokens of a page. The kernels support 16, 32, 64 and 128. With other page
+            sizes, `mla_decode` runs in XLA, which does not use the schedule.
+        batch_invariant: a row's result has the same bits with any other rows. Only B, M and the
+            row's own length determine how the row is split. Each row gets the same number of
+            blocks, also if it is longer than the other rows. With more rows than blocks, no row is
+            split.
+        interpret: whether the schedule is for the interpreter, which has fewer blocks.
 
     Raises:
-        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
+        TypeError, ValueError: an argument has a wrong dtype, shape or size; the message names the
+            argument.
     """
     arguments = OpArguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}

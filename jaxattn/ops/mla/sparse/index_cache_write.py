@@ -59,7 +59,7 @@ def mla_index_write(
 ) -> Any:
     """Writes the new tokens' index keys into the cache, in place if the cache is donated.
 
-    Places, padding and traced lengths are those of `mla_cache_write`.
+    Positions, padding and traced lengths are as in `mla_cache_write`.
 
     Args:
         index_cache: A stack of layers (with `layer`) or one layer's pages. It shares
@@ -75,7 +75,7 @@ def mla_index_write(
             becomes NaN; the scale of a key with either is NaN.
 
     Returns:
-        The cache; with `k_scale` the pair of the cache and its scales.
+        The cache, or with `k_scale` a pair of the cache and its scales.
 
     Raises:
         TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is

@@ -47,21 +47,23 @@ LEAST_PART, SHORT_PART = 4, 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairSchedule:
-    """How the GPU's blocks share the pairs of a row and a key-value head, by `decode_schedule`.
+    """The division of pairs of a row and a key-value head among the GPU's blocks, from
+    `decode_schedule`.
 
     Attributes:
-        line: the parts, of pairs p = row * Hk + head.
-        arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls that have this
-            schedule, which run one after another. None: each call makes its own.
-        seq_lens: int32 [B], the lengths that it was made of, 0 where they were too long. A call
-            gives NaN for rows of other lengths. None: it was made of the call's own lengths.
+        line: the parts, over pairs p = row * Hk + head.
+        arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls with this schedule,
+            which run one after another. None: each call creates its own counters.
+        seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
+            call returns NaN for a row with another length. None: the schedule is of the call's own
+            lengths.
         num_kv_heads: Hk.
         q_len: S.
-        window: keys that a token sees, or None.
-        fine: a second `line`, of more parts than the GPU runs at a time, for a kernel that memory
-            bounds. None: there are too few pairs for it.
-        batch_invariant: whether a pair's result has the same bits whatever comes before it in its
-            part.
+        window: the number of keys that a token sees, or None.
+        fine: a second `line` with more parts than the GPU runs at a time, for a kernel that is
+            bound by memory. None: there are too few pairs.
+        batch_invariant: whether the bits of a pair's result do not depend on the earlier pairs of
+            its part.
     """
 
     line: Schedule
@@ -92,7 +94,7 @@ class PairSchedule:
     def check(
         self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
     ) -> None:
-        """Raises ValueError unless it was made for such rows."""
+        """Raises ValueError if the schedule is for other rows."""
         made = {
             "B": self.line.slots.shape[-1] // self.num_kv_heads,
             "S": self.q_len,
@@ -152,7 +154,8 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> PairSchedule:
-    """How the GPU's blocks share the pairs of a step: once a step, for all layers of such shapes.
+    """The schedule that divides the pairs of a step among the GPU's blocks. Compute it once per
+    step, for all layers of these shapes.
 
     Args:
         seq_lens: int32 [B], as for `gqa_decode`: lengths beyond M * C are padding here too.
@@ -161,14 +164,16 @@ def decode_schedule(
         num_kv_heads: Hk.
         head_dim: D.
         max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernel has 16, 32, 64 and 128.
-        window: keys that a token sees; layers of another window need a schedule of their own.
-        batch_invariant: a row's result has the same bits whatever the other rows are. Pairs are
-            cut by B, M and their own length alone.
-        interpret: for the interpreter, which takes fewer blocks.
+        page_size: C, tokens of a page. The kernel supports 16, 32, 64 and 128.
+        window: the number of keys that a token sees. Layers with another window need another
+            schedule.
+        batch_invariant: a row's result has the same bits with any other rows. Only B, M and the
+            row's own length determine how a pair is split.
+        interpret: whether the schedule is for the interpreter, which has fewer blocks.
 
     Raises:
-        TypeError, ValueError: an argument's dtype, shape or size does not fit; it is named.
+        TypeError, ValueError: an argument has a wrong dtype, shape or size; the message names the
+            argument.
     """
     arguments = OpArguments("gqa.decode_schedule")
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
