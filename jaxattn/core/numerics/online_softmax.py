@@ -9,7 +9,7 @@ from jax import lax
 
 
 class OnlineSoftmax(NamedTuple):
-    """Attention over the keys so far: row maxima, sums of exponentials, unnormalised output."""
+    """Attention over the keys so far: row maxima, sums of exponentials, unnormalized output."""
 
     top: jax.Array  # [*rows], -inf before the first key
     total: jax.Array  # [*rows]

@@ -136,7 +136,7 @@ class RopeConfig:
         yarn: Context extension by YaRN. None keeps the frequencies.
         llama3: Context extension as in Llama 3.1.
         linear: Context extension that divides all frequencies by this factor, from 1 to a million;
-            1 keeps them. At most one of the three may be used.
+            1 keeps them. At most one of `yarn`, `llama3` and `linear` may be used.
 
     Raises:
         ValueError: A field does not fit, YaRN's ramp would run backwards, or an extension is given

@@ -218,7 +218,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
         stored = jnp.clip(k, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
         keys = lax.bitcast_convert_type(stored, jnp.uint8)
         return TurboCodes(keys, values, None, scale, minimum)
-    # Normalised twice, because the squares of numbers like 1e30 exceed float32.
+    # Normalized twice, because the squares of numbers like 1e30 exceed float32.
     largest = jnp.max(jnp.abs(k), axis=-1, keepdims=True)
     k = k / jnp.where(largest == 0, 1, largest)
     length = jnp.sqrt(jnp.sum(k * k, axis=-1, keepdims=True))

@@ -8,7 +8,7 @@ fused in two.
 
 The prediction layer (mtp.*) is read as a draft head on request. The vision tower is not read.
 
-Not supported: biases in attention, ungated attention, activations other than SiLU, unnormalised
+Not supported: biases in attention, ungated attention, activations other than SiLU, unnormalized
 weights of chosen experts.
 """
 

@@ -4,7 +4,7 @@ The checkpoints interleave the rows of a delta net's input projections per key h
 layer (mtp.*), which config.json does not mention, is read as a draft head on request.
 
 Not supported: biases in attention, ungated attention, activations other than SiLU, experts only in
-every nth layer, unnormalised weights of chosen experts.
+every nth layer, unnormalized weights of chosen experts.
 """
 
 from collections.abc import Collection

@@ -205,7 +205,7 @@ class HostBufferPool:
         self._free: list[mmap.mmap] = []
 
     def new(self, nbytes: int) -> np.ndarray:
-        """Returns the first bytes of a buffer, uninitialised."""
+        """Returns the first bytes of a buffer, uninitialized."""
         try:
             memory = self._free.pop()
         except IndexError:

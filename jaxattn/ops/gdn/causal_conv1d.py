@@ -1,7 +1,7 @@
 """Causal depthwise convolution before the gated delta rule, on arrays or on state pools.
 
-The state of a convolution of width W is the W - 1 inputs before a token, oldest first, `[..., W -
-1, Dc]`. A new sequence starts from zeros.
+The state of a convolution of width W is the W - 1 inputs before a token, oldest first:
+`[..., W - 1, Dc]`. A new sequence starts from zeros.
 
 A state pool is `[Z, ...]` with one slot per running sequence, or a stack of pools `[L, Z, ...]`
 with the layer's index as an operand. Slot -1 marks a padding row, for which the op reads and writes

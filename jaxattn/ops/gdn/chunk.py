@@ -65,7 +65,7 @@ def chunk_gated_delta_rule(
             zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
             are padding: they may hold NaN and their output is 0.
         chunk_size: Number of tokens per chunk, a power of two from 16 to 128.
-        use_qk_l2norm: Whether to normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         split_tokens: Number of tokens of a long sequence that one CTA of the kernel processes, a
             multiple of chunk_size; the exact state transitions join the pieces. None chooses a
             number from T, n and Hv only. 0 never splits. With 0 or any other fixed number, a

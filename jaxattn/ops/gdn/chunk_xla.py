@@ -50,8 +50,8 @@ UNROLL = 4
 class ChunkOperands(NamedTuple):
     """The operands of the scan over chunks, and the scores for the output after it.
 
-    A state becomes `decay S + (to_end * U)^T k_written`, and contributes `from_start * (k_read
-    S^T)` to U.
+    A state becomes `decay S + (to_end * U)^T k_written`, and contributes
+    `from_start * (k_read S^T)` to U.
 
     Attributes:
         p: Computes the scores P in float32, which only the code after the scan needs.

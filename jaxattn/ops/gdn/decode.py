@@ -69,7 +69,7 @@ def gated_delta_rule_decode(
             Slots must differ, and no other row may read a slot that a row writes.
         layer: Index into the stack, a Python int or a traced scalar.
         scale: Factor of the output. None means Dk**-0.5.
-        use_qk_l2norm: Whether to normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         arena: Scratch memory of at least `scratch(...)`; o is then a view of it, valid until the
             next op that uses the arena.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.

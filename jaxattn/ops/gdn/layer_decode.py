@@ -1,7 +1,7 @@
 """One decode step of a gated delta net layer, from its input projections to its output projection.
 
 The layer (Qwen3-Next, Qwen3.5) projects its input to `q | k | v | z` and `b | a`. A causal
-convolution with SiLU processes q, k and v, and q and k are l2-normalised. The delta rule then gives
+convolution with SiLU processes q, k and v, and q and k are l2-normalized. The delta rule then gives
 an output per value head, and a RMS norm gated by SiLU(z) ends the layer. Between the projections
 everything depends on one row's token and states only, so one kernel does it in one pass over the
 states.
@@ -97,8 +97,8 @@ def gated_delta_net_decode(
     """Processes S more tokens of each row: convolution, gates, delta rule and gated norm.
 
     Args:
-        qkvz: The projection's columns `q | k | v | z`, head after head: C = Dc + Hv Dv with Dc = 2
-            Hk Dk + Hv Dv. float32, bfloat16 or float16.
+        qkvz: The projection's columns `q | k | v | z`, head after head: C = Dc + Hv Dv with
+            Dc = 2 Hk Dk + Hv Dv. float32, bfloat16 or float16.
         ba: The columns `b | a`, of any floating dtype; other columns may follow. The gates are
             float32: `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
         weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers that `layer`

@@ -92,7 +92,7 @@ def gated_delta_rule_prefill(
             None means that all start from their slots.
         layer: Index into the stack, a Python int or a traced scalar.
         checkpoints: The slots that receive intermediate states, for a prefix cache.
-        use_qk_l2norm: Whether to normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         output_norm: The gated norm of o. The kernel computes it in its epilogue if it processes
             more than 66 states at once and the gate has v's dtype; otherwise XLA does.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.

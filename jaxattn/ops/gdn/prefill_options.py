@@ -24,17 +24,17 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpiloguePa
 class Checkpoints:
     """Slots that receive each sequence's state after every `tokens` tokens.
 
-    The slots hold states of the recurrence only. The state of the convolution before it is its last
-    W - 1 inputs, which the caller has: for a checkpoint before token `end`, take `x[:, end - (W -
-    1) : end]` of `causal_conv1d`'s input `x`.
+    The slots hold states of the recurrence only. The caller already has the convolution's state,
+    its last W - 1 inputs. For a checkpoint before token `end`, this state is
+    `x[:, end - (W - 1) : end]` of `causal_conv1d`'s input `x`.
 
     Attributes:
         slots: `slots[i, j]` receives sequence i's state after `(j + 1) * tokens` tokens. -1 stores
             nothing, and entries past a sequence's end are ignored. The rules of `write_indices`
             hold for both together.
         tokens: Distance of the checkpoints, a multiple of chunk_size, counted from each sequence's
-            first token in the call. If a prompt comes in parts, make each part a multiple of it
-            too.
+            first token in the call. If a prompt comes in parts, make each part a multiple of
+            `tokens` too.
     """
 
     slots: Int[Array, "n M"]
@@ -49,8 +49,8 @@ class OutputNorm:
     Kimi's rule, `jaxattn.kda`, uses sigmoid(z) instead of silu(z).
 
     Attributes:
-        gate: An array with z in its last Hv * Dv columns, head after head. The packed projection q
-            | k | v | z can be passed as it is, N = Dc + Hv * Dv.
+        gate: An array with z in its last Hv * Dv columns, head after head. You can pass the packed
+            projection `q | k | v | z` with N = Dc + Hv * Dv.
         weight: Weight of the norm.
         eps: Number added to the mean square.
     """

@@ -12,9 +12,9 @@ from jaxattn.core.numerics.matmul import summed
 def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
     """Returns `(I + a)^-1` for strictly lower triangular `a` of a power-of-two size, in float32.
 
-    Rows of diagonal blocks of 8 are substituted forward, then inverses are merged pairwise: `[[x,
-    0], [-y l x, y]]` inverts `[[x^-1, 0], [l, y^-1]]`. Unlike the product `(I - a)(I + a^2)(I +
-    a^4)...`, this forms no power of `a`: with equal keys those reach 1e18.
+    Rows of diagonal blocks of 8 are substituted forward, then inverses are merged pairwise:
+    `[[x, 0], [-y l x, y]]` inverts `[[x^-1, 0], [l, y^-1]]`. Unlike the product
+    `(I - a)(I + a^2)(I + a^4)...`, this forms no power of `a`: with equal keys those reach 1e18.
     """
     size = a.shape[-1]
     block = min(size, 8)

@@ -107,7 +107,7 @@ def gqa_decode(
     the op cannot check lengths, the same holds for a row whose seq_lens is negative or beyond M *
     C, or whose query_lens is beyond S.
 
-    Uninitialised memory: entries of `block_tables` past a row's length, or left of its window, may
+    Uninitialized memory: entries of `block_tables` past a row's length, or left of its window, may
     hold anything, NaN included, and so may cache slots outside the tokens that a row sees. A NaN
     that a row does see stays in that row (in any of its S tokens) and is not hidden.
 
@@ -140,6 +140,7 @@ def gqa_decode(
             differentiable. The kernel requires D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens,
             q of bfloat16 or float16, and a cache of q's dtype or FP8, whose numbers it widens in
             registers.
+
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
         included), and the arena if one was given.

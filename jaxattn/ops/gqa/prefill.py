@@ -66,7 +66,7 @@ def gqa_attention(
 
     The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
     TypeError. The kernel's gradient is a kernel too: its bits are reproducible, it saves `out` and
-    `lse`, and it accumulates dq in float32.
+    `lse`, and it keeps dq in float32.
 
     Args:
         q, k, v: Arrays of one floating dtype; products accumulate in float32.

@@ -32,8 +32,8 @@ def chunk_kda(
     their sums and the chunk's inverse are float32.
 
     Args:
-        q, k, v: Arrays of one dtype: float32, bfloat16 or float16. Value head h uses key head `h //
-            (Hv // Hk)`; published models have Hv = Hk.
+        q, k, v: Arrays of one dtype: float32, bfloat16 or float16. Value head h uses key head
+            `h // (Hv // Hk)`; published models have Hv = Hk.
         g: float32 log decay of each channel of the key, <= 0, of any strength: -1000 or -inf clears
             the channel's part of the state, and 0 keeps it exactly.
         beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size, use_qk_l2norm,

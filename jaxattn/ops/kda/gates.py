@@ -19,9 +19,9 @@ def kda_gates(
     """Computes `g = -exp(A_log) * softplus(f + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
     Args:
-        lower_bound: If given, a number below 0. The log decay g is then `lower_bound *
-            sigmoid(exp(A_log) * (f + dt_bias))`, which stays above it (Ling-3.0, and FLA's safe
-            gate).
+        lower_bound: If given, a number below 0. The log decay g is then
+            `lower_bound * sigmoid(exp(A_log) * (f + dt_bias))`, which stays above `lower_bound`
+            (Ling-3.0, and FLA's safe gate).
 
     Raises:
         TypeError, ValueError: An argument is not an array, or has a wrong shape, dtype or value.

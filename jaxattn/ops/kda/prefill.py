@@ -38,7 +38,7 @@ def kda_prefill(
             with cu_seqlens the number of sequences.
         state, state_indices, write_indices, has_initial_state, layer, checkpoints: As in
             `jaxattn.gdn.gated_delta_rule_prefill`.
-        use_qk_l2norm: Whether to normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         output_norm: If given, o becomes `o / rms(o) * weight * sigmoid(z)` over Dv, in float32. z
             is in the gate's last Hv * Dv columns, head after head.
 

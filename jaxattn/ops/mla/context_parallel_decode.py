@@ -38,8 +38,8 @@ def mla_decode_context_parallel(
         q: Queries as for `mla_decode`, of all GPUs' heads and the same on all GPUs; GPU n owns the
             n-th part. For padding heads see `ContextParallelMerge.heads`.
         seq_lens: int32 number of tokens of each row in this GPU's pages.
-        merge: The axes and the mailbox of the merge. The kernel supports a row of up to 256 heads,
-            or several rows that have so many heads together; see `merge_buffer_shape`.
+        merge: The axes and the mailbox of the merge. The kernel supports up to 256 heads, counted
+            over all rows; see `merge_buffer_shape`.
 
     Other arguments and errors are those of `mla_decode`.
 

@@ -92,7 +92,7 @@ def mla_decode(
     cannot check lengths, the same holds for a row whose seq_lens is negative or beyond M * C, or
     whose query_lens is beyond S.
 
-    Uninitialised memory: entries of `block_tables` past a row's length may hold anything, NaN
+    Uninitialized memory: entries of `block_tables` past a row's length may hold anything, NaN
     included, and so may cache slots outside the rows' tokens. A NaN in a row's own tokens stays in
     that row (in any of its S tokens) and is not hidden. If all scores of a row are -inf, the
     kernels return 0 and XLA returns NaN.

@@ -111,7 +111,7 @@ def causal_attention(
 
     The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
     TypeError. The kernel's gradient is a kernel too: its bits are reproducible, it saves `out` and
-    `lse`, and it accumulates dq in float32.
+    `lse`, and it keeps dq in float32.
 
     Args:
         q, k, v: Arrays of one floating dtype; products accumulate in float32.
@@ -228,9 +228,10 @@ def mla_prefill(
         layer: Index into the stack, a Python int or a traced scalar.
         kv_scale: Factor of a float8_e4m3fn cache, a Python number or a float32 scalar. Required for
             that dtype only.
-        block: Number of cached tokens read at a time. "xla" (default 1024) holds B * H * T * block
-            * 4 bytes of scores. The kernel holds B * H * block * (nope + Dv) * 2 bytes of expanded
-            keys and values; its default is 512 MiB or 1024 tokens, whichever is more.
+        block: Number of cached tokens read at a time. "xla" (default 1024) holds
+            B * H * T * block * 4 bytes of scores. The kernel holds
+            B * H * block * (nope + Dv) * 2 bytes of expanded keys and values; its default is
+            512 MiB or 1024 tokens, whichever is more.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernel supports nope 128, P 64 and Dv 128, or 192, 64 and 256, in bfloat16 or
             float16, with any R. It is forward only: "xla" recomputes its gradient.

@@ -67,10 +67,11 @@ def turbo_attention(
 ) -> tuple[Any, ...]:
     """Computes the attention of each row's last S tokens, one or a chunk, over its cached tokens.
 
-    The op works as `gqa_decode`, and as continuation prefill. The S tokens must be in the cache
-    already (`turbo_cache_write`), and token s sees the positions up to its own. Padding and
-    uninitialised memory are treated as in `gqa_decode`. XLA differentiates the op in q, sinks and
-    gate. The kernel has no gradient, so pass implementation="xla" if you need one on a GPU.
+    The op is `gqa_decode` for TurboQuant caches, and also runs continuation prefill. The S tokens
+    must be in the cache already (`turbo_cache_write`), and token s sees the positions up to its
+    own. Padding and uninitialized memory are treated as in `gqa_decode`. XLA differentiates the op
+    in q, sinks and gate. The kernel has no gradient, so pass implementation="xla" if you need one
+    on a GPU.
 
     Args:
         q: Queries, normed and rotated by position, but not by the Hadamard matrix.

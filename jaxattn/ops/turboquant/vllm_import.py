@@ -25,11 +25,11 @@ from jaxattn.core.validation.arguments import OpArguments
 def import_vllm_slots(
     cache: UInt8[Array, "N C Hk slot"], *, form: TurboFormat
 ) -> UInt8[Array, "N Hk bytes"]:
-    """Converts one layer of vLLM's cache to this library's format.
+    """Converts one layer of vLLM's TurboQuant cache to this library's format.
 
-    Codes, scales, minima and e4m3 keys carry over bit for bit. Levels are e4m3 numbers here and
-    float32 in vLLM, so a key differs by at most 2% of its length. The length is the same up to
-    float16 rounding.
+    Codes, scales, minima and e4m3 keys carry over bit for bit. Quantization levels are e4m3 numbers
+    here and float32 in vLLM, so a key differs by at most 2% of its length. The length is the same
+    up to float16 rounding.
 
     Args:
         cache: A cache of vLLM's format `turboquant_` + `form.preset`, with C a multiple of 16.
