@@ -116,11 +116,16 @@ def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> No
     scans = {name: _scan(_bytes(tensor), tensor.dtype.name) for name, tensor in tensors.items()}
     _check_finite(folder, {name: finite for name, (_, finite) in scans.items()})
     sums = {f"crc32.{name}": crc for name, (crc, _) in scans.items()}
+    written = {
+        WEIGHTS: safetensors.numpy.save(tensors, metadata=sums),
+        CONFIG: (json.dumps(config.to_dict(), indent=2) + "\n").encode(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{WEIGHTS}.partial"
-    partial.write_bytes(safetensors.numpy.save(tensors, metadata=sums))
-    partial.replace(folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    # Both files are complete before either replaces an older one.
+    for name, data in written.items():
+        (folder / f"{name}.partial").write_bytes(data)
+    for name in written:
+        (folder / f"{name}.partial").replace(folder / name)
 
 
 def read_config(path: str | os.PathLike) -> HybridConfig:
