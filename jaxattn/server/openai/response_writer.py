@@ -1,7 +1,7 @@
-"""The writer of responses: it reads queued rows' pieces as they come, and writes an API's form.
+"""The writer of responses, which queues an answer's rows and writes their output as it arrives.
 
-The status is sent with the first piece, so that a row that is refused or fails at once still has
-one of its own. Where the first piece takes longer, the stream begins with a comment.
+It sends the HTTP status with the first piece, so that a row that is refused or fails at once still
+gets an error status. If the first piece takes longer, the stream begins with a comment.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxattn.server.runtime.service import Service
 
 
 class StreamSink:
-    """Writes pieces as they are made; see `OutputCollector.pieces`."""
+    """A `PieceSink` that writes pieces directly to the connection; see `OutputCollector.pieces`."""
 
     def __init__(self, form: AnswerForm, generation: OutputCollector, chunks: ChunkWriter):
         self._form, self._generation, self._chunks = form, generation, chunks
@@ -36,14 +36,18 @@ class StreamSink:
 
 @dataclasses.dataclass(kw_only=True)
 class ResponseWriter:
-    """One answer in the making.
+    """The writer of one response.
 
     Attributes:
-        form: an `AnswerForm` where the answer is streamed.
-        streamed: in events, as it is generated.
-        arrived: when the request came, of `time.perf_counter`.
-        places: that the rows take in the queue; None is one for each.
-        begun: when its first piece came.
+        service: The service that runs the rows.
+        exchange: The HTTP request.
+        ticket: The request's place in the admission control.
+        generation: The collector of the rows, which are not queued yet.
+        form: The response's state; an `AnswerForm` if the answer is streamed.
+        arrived: The time of the request's arrival, as `time.perf_counter()`.
+        streamed: Whether to stream the answer.
+        places: The number of choices to count in the admission control; None for one per row.
+        begun: The time of the first piece; None before it.
     """
 
     service: Service
@@ -57,11 +61,11 @@ class ResponseWriter:
     begun: float | None = None
 
     async def give(self) -> None:
-        """Queues the rows, and writes what they give until they end or the client leaves.
+        """Queues the rows, and writes their output until they end or the client disconnects.
 
         Raises:
-            ApiError: a row was refused or failed, or a time limit has passed.
-            ClientClosed: the client left.
+            ApiError: If a row was refused or failed, or a time limit was exceeded.
+            ClientClosed: If the client disconnected.
         """
         generation = self.generation
         places = len(generation.requests) if self.places is None else self.places
@@ -101,7 +105,7 @@ class ResponseWriter:
         await self.exchange.stream(data + form.end(self.generation), more=False)
 
     async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
-        """The next pieces, or none when it is time for a comment."""
+        """Returns the next pieces; none if it is time for a keep-alive comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
         left = self.arrived + limit - time.perf_counter()
         pieces = await self.generation.pieces(min(waits, left), sink) if left > 0 else []
@@ -113,7 +117,7 @@ class ResponseWriter:
         return pieces
 
     def _limit(self) -> float:
-        """Seconds from the request's arrival to the time that is too late."""
+        """Returns the time limit in seconds from the request's arrival."""
         settings = self.service.settings
         limits = [settings.request_seconds, settings.queue_seconds if self.begun is None else None]
         return min((limit for limit in limits if limit is not None), default=math.inf)
