@@ -93,8 +93,8 @@ def read_ranks(path: Path) -> list[bytes]:
     """Returns the tokens of the file, in the order of their ranks.
 
     Raises:
-        TextError: If a line is not a token and a rank, a token or rank occurs twice, a rank or a
-            single byte is missing, or a token is longer than `MOST_TOKEN_BYTES`.
+        TextError: If a line is not a token and a rank, a token or rank occurs twice, or a token is
+            longer than `MOST_TOKEN_BYTES`. Also if a rank or a single byte is missing.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate((read_bytes(path, MOST_BYTES) or b"").split(b"\n"), 1):

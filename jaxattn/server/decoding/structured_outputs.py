@@ -124,8 +124,8 @@ class GrammarMatcher:
         words[:count] = allowed[:count]
 
     def accept(self, token: int) -> bool:
-        """Consumes a token, and returns whether the text goes on. It does so after an error, as the
-        next mask then ends the row."""
+        """Consumes a token, and returns whether the text goes on. Returns True after an error, as
+        the next mask then ends the row."""
         self._matcher.consume_token(token)
         return self._matcher.is_error() or not self._matcher.is_stopped()
 
