@@ -14,6 +14,7 @@ class ServerSettings:
     """The address, access control, limits and timeouts of a server.
 
     Attributes:
+        host, port: The address to listen on. Port 0 picks a free port.
         names: The names of the served model. Responses carry the first one.
         keys: The API keys that the server accepts. Without keys, it accepts every client.
         origins: The web origins whose pages may call this server.

@@ -41,7 +41,7 @@ class OutputChunk(NamedTuple):
 
     Attributes:
         choice: The choice's number.
-        text: The new final text. It is empty while a character or a stop string is incomplete.
+        text: The new final text. It may be empty while a character or stop string is incomplete.
         finish: The finish reason, "stop" or "length", in the last chunk; otherwise None.
         stop: The request's stop string or stop token that ended the choice. None if it ended for
             another reason, such as the model's own stop token.
@@ -221,7 +221,8 @@ class OutputCollector:
         return cls(requests, choices)
 
     def put(self, rows: Sequence[RowEvents]) -> None:
-        """Adds a step's events: passes them to the sink if one is ready, or else queues them."""
+        """Adds a step's events, for `pieces` or directly for a ready sink. A row's end is always
+        for `pieces`."""
         sink = self._sink
         ends = [own for _, own in rows if type(own[-1]) is FinishEvent]
         if sink is not None and not ends and not self._given and sink.ready:
@@ -230,7 +231,7 @@ class OutputCollector:
                 sink.take(pieces)
                 if not [piece for piece in pieces if piece.finish is not None]:
                     return
-            except Exception as error:  # fails only this answer, also if it is a bug
+            except Exception as error:  # a bug here fails only this answer
                 self._failure = error
             rows = ()  # the sink has their chunks
         self._given.append(rows)
