@@ -27,7 +27,7 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
         InputError: If the plan does not fit, or the size of the device's memory is unknown.
     """
     if limits.utilization is None and jax.devices()[0].platform != "gpu":
-        # The server also does not shrink the cache unless asked to.
+        # Like `serve`, which only shrinks the cache if asked to.
         limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:

@@ -163,7 +163,7 @@ def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu
 
 def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu") -> Limits:
     """Returns the engine's limits. Limits without an option get the defaults for a CPU, which
-    `prepare` replaces on a GPU. On a GPU, the command has no more rows than prompts.
+    `prepare` replaces on a GPU. Without --batch and --port, a GPU gets at most a row per prompt.
 
     Raises:
         InputError: If the limits are invalid. The error names the options.

@@ -120,7 +120,7 @@ class TextStream:
 
 
 class _BufferedText:
-    """The text of a request that is not printed yet.
+    """The unprinted text of a request.
 
     Args:
         push: Returns the styled pieces of a token.

@@ -70,8 +70,8 @@ def choose_device(device: str, implementation: str | None, utilization: float | 
 
 
 def share_of_device(options: argparse.Namespace) -> float | None:
-    """Returns the fraction of a GPU's memory for JAX: --utilization, or the default without
-    --num-pages. None on a CPU without the option."""
+    """Returns the fraction of a GPU's memory for JAX: --utilization, or else a default. The default
+    is None on a CPU or with --num-pages."""
     on_cpu = options.device == "cpu" or jax.config.jax_platforms == "cpu"
     if options.utilization is not None or options.num_pages is not None or on_cpu:
         return options.utilization
