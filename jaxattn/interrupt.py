@@ -1,6 +1,6 @@
 """The handling of Ctrl-C in the package's commands: one line and exit code 130, at any time.
 
-`jaxattn/__init__.py` calls `guard_command` before it imports JAX, which takes a second or more. A
+`jaxattn/__init__.py` calls `guard_command` before the import of JAX, which takes over a second. A
 KeyboardInterrupt during an import prints a traceback, or is lost where Python ignores exceptions.
 While XLA compiles, the main thread runs no Python code and cannot raise. Instead of an exception, a
 thread therefore waits for the signal and ends the process.
