@@ -36,15 +36,15 @@ class MessageForm(PartsForm):
             "usage": _usage(TokenUsage(prompt_tokens, 0, 0)),
         }
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(generation))}
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(collector))}
         return self._message | told
 
     def begin(self) -> bytes:
         return self.written([{"type": "message_start", "message": self._message}])
 
-    def end(self, generation: OutputCollector) -> bytes:
-        usage = _usage(self.usage(generation))
+    def end(self, collector: OutputCollector) -> bytes:
+        usage = _usage(self.usage(collector))
         delta = {"type": "message_delta", "delta": self._stop(), "usage": usage}
         return self.written([delta, {"type": "message_stop"}])
 

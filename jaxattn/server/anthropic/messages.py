@@ -23,7 +23,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=MessageForm(service.settings.names[0], len(chat.row.prompt), chat.parser()),
             streamed=streamed,
             arrived=arrived,

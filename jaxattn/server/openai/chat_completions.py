@@ -56,18 +56,18 @@ class ChatRequest:
     """A validated request to answer a conversation, from any of the APIs.
 
     Attributes:
-        generation: The collector of its engine requests, which are not queued yet.
+        collector: The collector of its engine requests, which are not queued yet.
         parser: Returns a new parser for the text of one choice.
     """
 
-    generation: OutputCollector
+    collector: OutputCollector
     parser: Callable[[], MessageParser]
 
     @property
     def row(self) -> Request:
         """The engine request of the first choice. All choices have its prompt and log-probability
         fields."""
-        return self.generation.requests[0]
+        return self.collector.requests[0]
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
@@ -81,7 +81,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
@@ -130,7 +130,7 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
     rooms = [service.room(prompt, "messages")]
     return ChatRequest(
-        generation=await service.generation(
+        collector=await service.generation(
             [prompt],
             rooms,
             sampling,
@@ -212,9 +212,9 @@ class ChatResponseBuilder(ResponseBuilder):
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
         """Returns the response. As in vLLM, `prompt_logprobs` is a field next to `choices`."""
-        return super().whole(generation) | self.prompt_field(self._texts[0])
+        return super().whole(collector) | self.prompt_field(self._texts[0])
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         parser, parts = self._parser(), MessageParts()

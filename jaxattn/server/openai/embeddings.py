@@ -55,7 +55,7 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=service.embeddings(
+            collector=service.embeddings(
                 prompts, pooling or own.pooling, priority=priority, salt=salt
             ),
             form=form,
@@ -84,8 +84,8 @@ class EmbeddingForm(WholeForm):
         if piece.embedding is not None:
             self._found[piece.choice] = self._written(piece.embedding)
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        used = generation.prompt_tokens
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        used = collector.prompt_tokens
         return {
             "object": "list",
             "data": [

@@ -144,18 +144,18 @@ class ResponseBuilder(AnswerForm):
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
         texts = sorted(self._texts.items())
         choices = [
-            self._told(self.whole_choice(n, text), text.ids, generation.requests[n].prompt)
+            self._told(self.whole_choice(n, text), text.ids, collector.requests[n].prompt)
             for n, text in texts
         ]
-        return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
+        return self._with(self.whole_object, choices) | {"usage": self._usage(collector)}
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
-        return b"".join([self._event(piece, generation) for piece in pieces])
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
+        return b"".join([self._event(piece, collector) for piece in pieces])
 
-    def _event(self, piece: OutputChunk, generation: OutputCollector) -> bytes:
+    def _event(self, piece: OutputChunk, collector: OutputCollector) -> bytes:
         number, more = piece.choice, dict[str, Any]()
         begins = number not in self._begun
         self._begun.add(number)
@@ -168,10 +168,10 @@ class ResponseBuilder(AnswerForm):
                 return before + orjson.dumps(choice) + after
             choice = self.text_choice(number, choice)
         if self._streaming.each_usage:
-            more = {"usage": self._usage(generation)}
+            more = {"usage": self._usage(collector)}
         elif self._streaming.usage:
             more = {"usage": None}
-        prompt = generation.requests[number].prompt if begins else None
+        prompt = collector.requests[number].prompt if begins else None
         told = self._told(choice, piece.ids, prompt)
         return data_events([self._with(self.chunk_object, [told]) | more])
 
@@ -186,10 +186,10 @@ class ResponseBuilder(AnswerForm):
             found = self._frames[number] = before, after
         return found
 
-    def end(self, generation: OutputCollector) -> bytes:
+    def end(self, collector: OutputCollector) -> bytes:
         if not self._streaming.usage:
             return DONE
-        last = self._with(self.chunk_object, []) | {"usage": self._usage(generation)}
+        last = self._with(self.chunk_object, []) | {"usage": self._usage(collector)}
         return data_events([last]) + DONE
 
     def told_of(self, piece: OutputChunk) -> bool:
@@ -209,8 +209,8 @@ class ResponseBuilder(AnswerForm):
     def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices}
 
-    def _usage(self, generation: OutputCollector) -> dict[str, Any]:
-        usage = TokenUsage.of(self._prompt_tokens, generation)
+    def _usage(self, collector: OutputCollector) -> dict[str, Any]:
+        usage = TokenUsage.of(self._prompt_tokens, collector)
         return {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.generated,

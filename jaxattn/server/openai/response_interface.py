@@ -31,10 +31,10 @@ class TokenUsage:
     generated: int
 
     @classmethod
-    def of(cls, prompt: int, generation: OutputCollector) -> "TokenUsage":
+    def of(cls, prompt: int, collector: OutputCollector) -> "TokenUsage":
         """Returns the counts of a collector so far. `cached` is known once the rows have ended."""
-        cached = generation.cached * prompt // generation.prompt_tokens
-        return cls(prompt, cached, generation.tokens)
+        cached = collector.cached * prompt // collector.prompt_tokens
+        return cls(prompt, cached, collector.tokens)
 
 
 class WholeForm(abc.ABC):
@@ -45,7 +45,7 @@ class WholeForm(abc.ABC):
         """Adds a piece of the answer."""
 
     @abc.abstractmethod
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
         """Returns the response, made of all pieces taken."""
 
 
@@ -58,11 +58,11 @@ class AnswerForm(WholeForm):
         return b""
 
     @abc.abstractmethod
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
         """Returns the events of some pieces."""
 
     @abc.abstractmethod
-    def end(self, generation: OutputCollector) -> bytes:
+    def end(self, collector: OutputCollector) -> bytes:
         """Returns the last events of the stream."""
 
 
@@ -115,14 +115,14 @@ class PartsForm(AnswerForm):
         """Whether the answer ended because it reached its maximum length."""
         return self.last is not None and self.last.finish == "length"
 
-    def usage(self, generation: OutputCollector) -> TokenUsage:
+    def usage(self, collector: OutputCollector) -> TokenUsage:
         """Returns the token counts so far."""
-        return TokenUsage.of(self._prompt_tokens, generation)
+        return TokenUsage.of(self._prompt_tokens, collector)
 
     def take(self, piece: OutputChunk) -> None:
         self.added(piece)
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
         return self.written([event for piece in pieces for event in self.added(piece)])
 
     def written(self, events: Events) -> bytes:

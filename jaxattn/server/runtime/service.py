@@ -341,7 +341,7 @@ class Service:
         return OutputCollector.of(requests, self.tokenizer.stream, ())
 
     @contextlib.contextmanager
-    def running(self, generation: OutputCollector, arrived: float) -> Iterator[None]:
+    def running(self, collector: OutputCollector, arrived: float) -> Iterator[None]:
         """Queues a collector's requests, and at the end of the `with` block aborts the unfinished.
 
         Raises:
@@ -350,16 +350,16 @@ class Service:
         """
         if self._cut or self.phase is ServerState.FAILED:
             raise unavailable(self.phase)
-        requests = generation.requests
+        requests = collector.requests
         ids = [request.id for request in requests if request.id is not None]
-        self.router.generations.update(dict.fromkeys(ids, generation))
+        self.router.generations.update(dict.fromkeys(ids, collector))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
         self.worker.submit(requests)
         try:
             yield
         finally:
-            if left := generation.open:
+            if left := collector.open:
                 self.worker.abort(left)
 
     def _free_id(self) -> int:

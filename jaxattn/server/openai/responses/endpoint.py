@@ -73,7 +73,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=form,
             streamed=streamed,
             arrived=arrived,

@@ -60,8 +60,8 @@ class ResponseForm(PartsForm):
             "usage": None,
         }
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        cut, usage = self.cut, self.usage(generation)
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        cut, usage = self.cut, self.usage(collector)
         response = self._response | {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -83,8 +83,8 @@ class ResponseForm(PartsForm):
         kinds = ("response.created", "response.in_progress")
         return self.written([{"type": kind, "response": self._response} for kind in kinds])
 
-    def end(self, generation: OutputCollector) -> bytes:
-        response = self.whole(generation)
+    def end(self, collector: OutputCollector) -> bytes:
+        response = self.whole(collector)
         return self.written([{"type": f"response.{response['status']}", "response": response}])
 
     def failed(self, error: ApiError) -> bytes:
