@@ -130,7 +130,7 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
     rooms = [service.room(prompt, "messages")]
     return ChatRequest(
-        collector=await service.generation(
+        collector=await service.collector(
             [prompt],
             rooms,
             sampling,

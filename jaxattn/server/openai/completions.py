@@ -80,7 +80,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            collector=await service.generation(
+            collector=await service.collector(
                 prompts, rooms, sampling, continues=True, grammar=grammar
             ),
             form=CompletionResponseBuilder(

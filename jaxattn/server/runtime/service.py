@@ -134,7 +134,7 @@ class Service:
         whole = await self._emptied(seconds)
         if not whole:
             self._cut = True
-            self.worker.abort(list(self.router.generations))
+            self.worker.abort(list(self.router.collectors))
             await self._emptied(CUT_SECONDS)
         return whole
 
@@ -258,7 +258,7 @@ class Service:
             return f"make it shorter, or start the server with a larger --max-model-len{most}"
         return f"make it shorter: the model supports at most {own:,} tokens"
 
-    async def generation(
+    async def collector(
         self,
         prompts: Sequence[Sequence[int]],
         rooms: Sequence[int],
@@ -352,7 +352,7 @@ class Service:
             raise unavailable(self.phase)
         requests = collector.requests
         ids = [request.id for request in requests if request.id is not None]
-        self.router.generations.update(dict.fromkeys(ids, collector))
+        self.router.collectors.update(dict.fromkeys(ids, collector))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
         self.worker.submit(requests)
@@ -364,9 +364,7 @@ class Service:
 
     def _free_id(self) -> int:
         """Returns an id that no open request has, from 0 to 2**31 - 1."""
-        return next(
-            id for n in self._numbers if (id := n % MOST_IDS) not in self.router.generations
-        )
+        return next(id for n in self._numbers if (id := n % MOST_IDS) not in self.router.collectors)
 
 
 def _fingerprint(settings: ServerSettings, limits: Limits) -> str:
