@@ -1,2 +1,2 @@
-"""Mosaic GPU kernels for Hopper, one folder or file per kernel; `jaxattn.ops` has their references.
-"""
+"""Mosaic GPU kernels for Hopper, one folder or file per kernel; `jaxattn.ops` has their
+references."""

@@ -1,3 +1,2 @@
 """Parts that attention kernels share: tile scheduler, work partition, layouts, softmax and
-epilogue.
-"""
+epilogue."""

@@ -37,8 +37,8 @@ class BackwardCta:
     interpret: bool
 
     def run(self, **refs: Any) -> None:
-        """Runs the CTA; `refs` are the refs of the operands, of the outputs, and of `BackwardSmem`.
-        """
+        """Runs the CTA; `refs` are the refs of the operands, of the outputs, and of
+        `BackwardSmem`."""
         config, wg = self.config, lax.axis_index("wg")
         memory = BackwardSmem(**{name: refs.pop(name) for name in BackwardSmem._fields})
         outputs = KeyTileOutputs(**{name: refs.pop(name) for name in ("dk", "dk_rest", "dv")})

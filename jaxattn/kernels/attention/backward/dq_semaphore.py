@@ -22,8 +22,7 @@ WAIT = (
 
 def await_turn(turn: Any, number: jax.Array) -> None:
     """Waits until the word int32 [1] equals the number. The word then keeps this value until the
-    holder of the number passes the turn.
-    """
+    holder of the number passes the turn."""
 
     def wait(_: Any, turn: Any, number: Any) -> None:
         asm(WAIT, [], [pointer(turn, word(0)), single(number)], "l,r,~{memory}", convergent=True)
@@ -33,8 +32,7 @@ def await_turn(turn: Any, number: jax.Array) -> None:
 
 def pass_turn(turn: Any) -> None:
     """Passes the turn to the next number. Before that, each thread of the warpgroup must have
-    waited for its own copies and for the other threads.
-    """
+    waited for its own copies and for the other threads."""
 
     def give(_: Any, turn: Any) -> None:
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):

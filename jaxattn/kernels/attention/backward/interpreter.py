@@ -14,8 +14,7 @@ from jaxattn.kernels.attention.backward.tile_scheduler import KeyTile
 
 class InterpretedBackwardConsumer(BackwardConsumer):
     """A consumer without what the interpreter of JAX 0.11.2 lacks: wgmma with register operands,
-    and accumulators that continue.
-    """
+    and accumulators that continue."""
 
     def begin(self, number: jax.Array) -> Any:
         del number

@@ -159,8 +159,7 @@ def attention_backward(
 
 def _resident_blocks() -> int:
     """Returns the number of CTAs that run at one time, one per multiprocessor. With more CTAs, one
-    might wait for the turn of another that does not run.
-    """
+    might wait for the turn of another that does not run."""
     return min(NUM_SMS, getattr(jax.devices()[0], "core_count", NUM_SMS))
 
 

@@ -92,8 +92,7 @@ class BackwardConsumer:
 
     def multiply(self, acc: Any, left: Any, right: Any) -> int:
         """Issues acc += left right^T, piece by piece, for this warpgroup's rows of keys or values.
-        Returns the number of wgmmas.
-        """
+        Returns the number of wgmmas."""
         for piece in range(left.shape[0]):
             plgpu.wgmma(acc, left.at[piece, self.rows], right.at[piece].transpose((1, 0)))
         return left.shape[0]
@@ -108,8 +107,7 @@ class BackwardConsumer:
 
     def add(self, accs: Any, before: Any, left: Any, right: Any, dims: int) -> int:
         """Issues accs = before + left right for this warpgroup's pieces of `right`. Returns the
-        number of wgmmas.
-        """
+        number of wgmmas."""
         for acc, sums, piece in zip(accs, before, self.own(dims), strict=True):
             acc[...] = sums
             plgpu.wgmma(acc, left, right.at[piece])
@@ -119,8 +117,7 @@ class BackwardConsumer:
         self, products: jax.Array, tile: KeyTile, m: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns `ScoreGradient.weights` in the operands' dtype, 0 where a query does not see a
-        key.
-        """
+        key."""
         lse = plgpu.load(self.memory.row_stats.at[slot, 0], layout=COLUMN)
         p, slope = self.scores.weights(products, lse)
         shape, config = p.shape, self.config
@@ -142,8 +139,8 @@ class BackwardConsumer:
         return p.astype(self.dtype), slope
 
     def gradient(self, p: jax.Array, slope: jax.Array | None, products: jax.Array) -> jax.Array:
-        """Returns dS, in the dtype of the operands, from P and `products`, which hold dP - delta.
-        """
+        """Returns dS, in the dtype of the operands, from P and `products`, which hold dP -
+        delta."""
         grads = products * p.astype(jnp.float32)
         grads = grads if slope is None else grads * slope
         return grads.astype(self.dtype)

@@ -1,6 +1,5 @@
 """The producer warpgroup of `attention_backward`: it loads tiles of keys and values, and for each
-step the queries and the output's gradients. Between loads it has dQ stored.
-"""
+step the queries and the output's gradients. Between loads it has dQ stored."""
 
 import dataclasses
 import functools
@@ -105,8 +104,7 @@ class BackwardProducer:
 
     def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
         """Waits for the remaining completions: a thread that waits on a barrier must observe each
-        one.
-        """
+        one."""
         done, loaded = carry
         memory, config = self.memory, self.config
         rings = (memory.queries_read, config.stages), (memory.outputs_read, config.output_stages)

@@ -24,8 +24,7 @@ from jaxattn.kernels.hopper.instructions import fence_proxy_async
 
 def again(number: jax.Array) -> jax.Array:
     """Returns 0, without the compiler knowing that it is the same in each step. The compiler would
-    otherwise compute the wgmma descriptors before the loop and fill the registers with them.
-    """
+    otherwise compute the wgmma descriptors before the loop and fill the registers with them."""
     return lax.shift_right_logical(number, jnp.int32(30))
 
 
@@ -39,8 +38,8 @@ class QueryGradient:
     interpret: bool
 
     def parts(self, i: jax.Array) -> list[tuple[int, jax.Array | None]]:
-        """Returns this warpgroup's parts of step i's dQ, each with a predicate; None means always.
-        """
+        """Returns this warpgroup's parts of step i's dQ, each with a predicate; None means
+        always."""
         count = self.config.parts
         even = count // WARPGROUPS
         mine: list[tuple[int, jax.Array | None]]
@@ -57,8 +56,8 @@ class QueryGradient:
         plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[same, piece])
 
     def add(self, part: int, x: jax.Array) -> None:
-        """Hands over a part of a step's dQ. The caller has waited for its place in shared memory.
-        """
+        """Hands over a part of a step's dQ. The caller has waited for its place in shared
+        memory."""
         at = place_in_smem(self.config, part)
         self.memory.query_grads.at[at][...] = x
         fence_proxy_async(interpret=self.interpret)
@@ -126,15 +125,13 @@ class QueryGradientStorer:
 
     def begin(self, tile: KeyTile, i: jax.Array) -> None:
         """Begins to add the first part of each place, after the tiles of earlier keys have added
-        theirs.
-        """
+        theirs."""
         for parts in self.config.places:
             self.add(tile, i, parts[0])
 
     def end(self, tile: KeyTile, i: jax.Array) -> None:
         """Adds the other parts, and passes the turns to the next tile when all are in global
-        memory.
-        """
+        memory."""
         places = self.config.places
         self.free(places)
         for n in range(1, max(map(len, places))):

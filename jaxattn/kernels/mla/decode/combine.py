@@ -52,8 +52,7 @@ class SplitRows:
 
     def slots(self, call: MlaDecodeCall) -> dict[str, Any]:
         """The inputs that tell the combine launch where each row's partial results are, and which
-        rows the schedule knows with another length. The combine leaves the latter as they are.
-        """
+        rows the schedule knows with another length. The combine leaves the latter as they are."""
         assert call.schedule is not None
         return {
             "partial_lse": self.partial_lse,
@@ -145,8 +144,7 @@ def weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
 
 def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
     """Adds pieces to the sums of weights and of weighted pieces, relative to the greatest LSE so
-    far.
-    """
+    far."""
     top, total, out = state
     new_top, dims = functools.reduce(jnp.maximum, lses, top), len(out)
     rescale = weight_of(top, new_top)

@@ -132,8 +132,7 @@ def _chunks(
     page: Any, lines: Fp8PageLayout, place: WarpgroupThread, row: int, of_thread: Any, first: int
 ) -> list[Any]:
     """Loads the words of a 16-byte chunk of the thread's token g + 8 * row. The offset counts from
-    the token's byte `first`, where a block or the rope numbers begin.
-    """
+    the token's byte `first`, where a block or the rope numbers begin."""
     token = plus(times(place.warp, 16), place.g)
     first_chunk = first % BLOCK // 16 if lines.swizzled else 0
     chunk = plus(of_thread, word(first_chunk)) if first_chunk else of_thread
@@ -170,8 +169,7 @@ def _turned(warp: Any, block: Any, four: Any) -> Any:
     """The byte offset from a warp's first scale to those of four of its tokens for a block, after
     `_turn_scales`: in the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes
     each, the hardware serves eight at a time. These eight are two neighbouring warps' reads of one
-    block, in different banks.
-    """
+    block, in different banks."""
     return times(plus(times(arith.xori(block, warp), 4), four), ROW_BYTES)
 
 
@@ -182,8 +180,7 @@ def _sync_warp() -> None:
 
 def _turn_scales(page: Any, scores: Any) -> None:
     """Transposes the scales of a warp's 16 tokens, which are also those that the warp may have
-    cleared. A thread has the scales of block t of tokens g and g + 8.
-    """
+    cleared. A thread has the scales of block t of tokens g and g + 8."""
     place = WarpgroupThread()
     tokens = times(place.warp, 16 * ROW_BYTES)
     mine = plus(tokens, times(place.g, ROW_BYTES), times(place.t, 4))
@@ -262,8 +259,7 @@ def _values(page: Any, lines: Fp8PageLayout, block: int) -> Any:
 
 def _clear(page: Any, lines: Fp8PageLayout, left: Any) -> None:
     """Writes zeros over the tokens after the first `left`. A thread clears every other chunk, and a
-    warp 16 tokens: those that it reads as keys and whose scales it transposes.
-    """
+    warp 16 tokens: those that it reads as keys and whose scales it transposes."""
     index = WarpgroupThread().index
     token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
     here = plus(times(token, lines.pitch), times(half, 16))
@@ -312,8 +308,8 @@ class MlaFp8Operands:
         return self._run(run, (self.page,), (PAGE, BLOCK), page)
 
     def rope(self, page: Any) -> jax.Array:
-        """The rope numbers [64 tokens, 64]: float16, or bfloat16 as block-scaled caches store them.
-        """
+        """The rope numbers [64 tokens, 64]: float16, or bfloat16 as block-scaled caches store
+        them."""
         dtype = jnp.bfloat16 if self.scaled else jnp.float16
         out = plgpu.ShapeDtypeStruct((PAGE, ROPE), dtype, plgpu.Layout.WGMMA)
         run = plgpu.inline_mgpu(arg_types=(self.page,), return_type=out)
@@ -426,8 +422,7 @@ def _half_queries(
     queries: Any, rope: Any, factors: Any, wg: Any, columns: int, scaled: bool
 ) -> None:
     """Scales queries, a row per warp and half of the rows per warpgroup; 16-byte chunks may lie in
-    any order in a row.
-    """
+    any order in a row."""
     thread = WarpgroupThread()
     warp, lane = thread.warp, arith.andi(thread.index, word(31))
     # Tiles have 8 rows of 128 bytes: four lanes have a row of one tile, and there are eight tiles.
@@ -478,8 +473,7 @@ def unknown_zero() -> jax.Array:
 
 def store_output(target: Any, out: jax.Array, block: int) -> None:
     """Writes a block of the output [128, N], ordered as `values`, to its dims of `target` [N, >
-    512].
-    """
+    512]."""
     columns, pitch = out.shape[1], target.shape[-1]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(
         lambda ctx, to, some: _store(to, some, block, columns, pitch)

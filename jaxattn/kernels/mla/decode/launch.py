@@ -42,15 +42,13 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 
 def takes_split_queries(num_heads: int) -> bool:
     """Whether the kernel takes the two parts of the queries separately: its tiles then have whole
-    heads.
-    """
+    heads."""
     return num_heads % TILE == 0
 
 
 def uses_swap_ab(q_len: int, num_heads: int, kv_cache: Any) -> bool:
     """Whether the swap-AB kernel, with heads as columns, serves the call: few packed rows, or an
-    FP8 cache with as many as fit one CTA.
-    """
+    FP8 cache with as many as fit one CTA."""
     format = LatentFormat(kv_cache.dtype)
     if format.quantized:
         # The swap-AB kernel copies a block-scaled page as one piece of memory, this kernel as boxes
@@ -74,8 +72,8 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def refuse_assembler(kv_cache: Any) -> None:
-    """Raises `Refusal` if `columns` was requested and the assembler cannot copy the cache's pages.
-    """
+    """Raises `Refusal` if `columns` was requested and the assembler cannot copy the cache's
+    pages."""
     if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
         raise Refusal(
             "mla_decode: columns=True with a block-scaled cache needs ptxas of CUDA 13, which "
@@ -168,8 +166,7 @@ def mla_decode_mosaic(
 
 def _in_tiles(call: MlaDecodeCall, rows: int) -> tuple[jax.Array, jax.Array | None]:
     """Returns the queries in the form of `MlaDecodeRefs`, `rows` packed rows per request, and their
-    rotated dims if these are separate.
-    """
+    rotated dims if these are separate."""
     if isinstance(call.q, tuple):
         return call.q[0].transpose(2, 0, 1, 3), call.q[1]  # the layout of the absorbed product
     batch, q_len, heads = call.given

@@ -69,8 +69,7 @@ class MlaDecodeOutputs:
 
     def in_whole_tiles(self) -> bool:
         """Whether the output begins and ends with tiles of 8 rows, as TMA writes them; regions of
-        an arena begin at any even one.
-        """
+        an arena begin at any even one."""
         return self.first_rows[0] % 8 == 0 and self.refs[0].shape[0] % 8 == 0
 
     def finish(

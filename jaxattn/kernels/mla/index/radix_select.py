@@ -153,8 +153,7 @@ class RadixSelect:
 
     def _share(self) -> None:
         """Sets the warp's share of the numbers: from `first` up to `limit`, in turns of AHEAD
-        steps.
-        """
+        steps."""
         steps = arith.divui(plus(self.visible, word(STEP - 1)), word(STEP))
         teams = self.blocks * WARPS
         each = arith.divui(plus(steps, word(teams - 1)), word(teams))
@@ -174,8 +173,7 @@ class RadixSelect:
 
     def _load(self, turn: Any) -> list[Any]:
         """Returns (place of the first, four numbers) for each step of a turn; numbers outside of
-        the warp's share are LOWEST.
-        """
+        the warp's share are LOWEST."""
         steps = []
         for step in range(self.ahead):
             place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
@@ -211,8 +209,7 @@ class RadixSelect:
 
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
         """Calls `use(carry, place of the first, numbers)` with the lane's four numbers of each
-        step.
-        """
+        step."""
 
         def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
             for place, four in steps:
@@ -248,8 +245,7 @@ class RadixSelect:
 
     def _found(self, number: int) -> list[Any]:
         """Returns the digit of the k-th largest number, how many of the numbers with it are
-        selected, and how many numbers have it.
-        """
+        selected, and how many numbers have it."""
         return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
 
     def _sum_groups(self, number: int) -> None:
@@ -264,8 +260,8 @@ class RadixSelect:
             store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
 
     def _find(self, number: int, wanted: Any) -> None:
-        """Run by one warp: finds the group of the digit, with four groups per lane, then the digit.
-        """
+        """Run by one warp: finds the group of the digit, with four groups per lane, then the
+        digit."""
         place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
         four = self._over_blocks(*place, 4)
         above = self._above(plus(*four))
@@ -292,8 +288,7 @@ class RadixSelect:
 
     def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
         """Whether the last selected number is among `count` numbers that have `above` numbers above
-        them.
-        """
+        them."""
         reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
         return arith.andi(self._less(above, wanted), reached)
 
@@ -313,8 +308,7 @@ class RadixSelect:
 
     def _write(self, threshold: Any, wanted: Any) -> None:
         """Writes the places of the numbers above the threshold, and of the first `wanted` equal
-        ones.
-        """
+        ones."""
 
         def kinds(four: list[Any]) -> list[Any]:
             """1 for a number above the threshold, 2**16 for an equal one, else 0."""

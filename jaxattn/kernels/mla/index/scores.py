@@ -51,8 +51,7 @@ MOST_WARPGROUPS = 3  # warpgroups of a CTA; two if a product has more than 128 c
 
 def ordered(scores: jax.Array) -> jax.Array:
     """Returns float32 scores as int32 with the same order; -0 becomes 0, and none becomes LOWEST.
-    NaN is above all: a GPU's arithmetic produces only one NaN, with these bits.
-    """
+    NaN is above all: a GPU's arithmetic produces only one NaN, with these bits."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(scores == scores, bits, 0x7FFFFFFF)
     bits = jnp.where(bits == LOWEST, 0, bits)
@@ -85,8 +84,7 @@ class IndexScoreConfig:
     @property
     def warpgroups(self) -> int:
         """The number of warpgroups, as many as have room for three tiles each and for their
-        registers.
-        """
+        registers."""
         if self.interpret:
             return 1
         fit = ROOM // (self.query_bytes + 3 * self.tile_bytes)
@@ -125,8 +123,7 @@ def index_scores(
     config: IndexScoreConfig, *, interpret: bool, detect_races: bool, **inputs: Any
 ) -> jax.Array:
     """Returns int32 [items * tokens, width], the scores of a group's items; `IndexScoreRefs` has
-    the inputs.
-    """
+    the inputs."""
     rows = config.tiling.group * config.tiling.tokens
     return launch(
         lambda lens_ref, query_lens_ref, first_ref, **refs: IndexScoreWarpgroup(
@@ -247,8 +244,7 @@ class IndexScoreWarpgroup:
 
     def _page(self, row: jax.Array, key: jax.Array, last: jax.Array) -> tuple[Any, Any]:
         """Returns the page of a row's key and the key's offset in it; never a page after the row's
-        last.
-        """
+        last."""
         size = self.config.page_size
         page = self.refs.table_ref[row, jnp.minimum(lax.div(key, size), last)]
         return page, lax.rem(key, size) if size > PAGE else 0
@@ -298,8 +294,7 @@ class IndexScoreWarpgroup:
     ) -> None:
         """Reduces and stores the scores. In each 8 columns a thread has two neighbouring columns of
         a key and of the key 8 below. Four lanes have a key's columns, and each of them stores the
-        scores of every fourth token.
-        """
+        scores of every fourth token."""
         del ctx
         tiling, thread = self.config.tiling, WarpgroupThread()
         zero, groups = number(0.0), tiling.heads // 8

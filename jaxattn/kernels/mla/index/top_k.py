@@ -22,8 +22,7 @@ LEAST_SHARE = 4096  # the least numbers per CTA of a cluster
 
 def cluster_size(rows: int, width: int) -> int:
     """Returns the number of CTAs that share a row: as many as the GPU can run for all rows at a
-    time.
-    """
+    time."""
     return max(
         (
             size

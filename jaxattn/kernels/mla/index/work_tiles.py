@@ -147,8 +147,7 @@ class IndexRows:
 
 def tiles_of(most: Any, top_k: int) -> Any:
     """Returns the number of an item's tiles. An item whose tokens see at most `top_k` keys has
-    none: all of them are selected.
-    """
+    none: all of them are selected."""
     return jnp.where(most > top_k, (most + (PAGE - 1)) // PAGE, 0)
 
 

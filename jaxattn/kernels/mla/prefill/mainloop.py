@@ -49,8 +49,7 @@ class MlaPrefillTileConfig:
     def resident(cls) -> "MlaPrefillTileConfig":
         """The configuration for rows that are as long as their shape: one CTA per SM, which loads
         its next tile during the last. The shape fixes its share, so shorter rows would leave SMs
-        idle.
-        """
+        idle."""
         return cls(blocks=getattr(jax.devices()[0], "core_count", 132))
 
 
@@ -129,8 +128,7 @@ def _iota(dimension: int) -> jax.Array:
 
 class MlaPrefillCta:
     """A CTA, which processes one item per round: warpgroups 0 and 1 attend, 2 loads keys and
-    values.
-    """
+    values."""
 
     def __init__(self, cut: MlaPrefillConfig, refs: MlaPrefillRefs):
         self.cut, self.refs = cut, refs
@@ -339,8 +337,7 @@ class MlaPrefillConsumer:
 class InterpretedMlaConsumer(MlaPrefillConsumer):
     """A consumer for the interpreter of JAX 0.11.2, whose `wgmma` supports neither register
     operands nor an accumulator that continues: P goes through shared memory, and its product to an
-    accumulator of its own.
-    """
+    accumulator of its own."""
 
     def add_values(self, o: jax.Array, p: jax.Array, slot: jax.Array) -> jax.Array:
         refs = self.refs

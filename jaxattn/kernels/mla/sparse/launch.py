@@ -199,8 +199,7 @@ def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
     """Returns int32 [rows], the entries of each list up to the last one that is attended to: the
     list of an indexer that chose few tokens ends early. Where lists are split, early ends would
     save no time, so all lists count as whole, also those of padding: entries that are not attended
-    to are not read.
-    """
+    to are not read."""
     attended = lists.astype(jnp.uint32) < visible.astype(jnp.uint32)[:, None]
     entry = jnp.arange(1, lists.shape[1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(attended, entry, 0), axis=1)

@@ -16,8 +16,8 @@ from jaxattn.kernels.mla.sparse.token_gather import read_page, seen_words
 
 
 class ListMask:
-    """The mask of 64 entries at a time, from page `start` of the list on: the same for all heads.
-    """
+    """The mask of 64 entries at a time, from page `start` of the list on: the same for all
+    heads."""
 
     def __init__(self, block: Any, row: jax.Array, start: jax.Array):
         self.refs, self.row, self.start = block.refs, row, start

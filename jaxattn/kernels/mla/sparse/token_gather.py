@@ -108,8 +108,7 @@ def _shift(page_size: int) -> Any:
 
 def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
     """Returns the index, among all tokens of the cache, of the thread's page and position; negative
-    if it is not attended to. Pages that the cache does not have become zeros, as with TMA.
-    """
+    if it is not attended to. Pages that the cache does not have become zeros, as with TMA."""
     _, pages, page_size, _ = ir.MemRefType(kv.type).shape
     page, position = (element(x.registers.flat[0], 0) for x in (page, position))
     first = arith.shli(plus(times(single(layer), pages), page), _shift(page_size))
@@ -122,8 +121,7 @@ def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
 def select_words(condition: jax.Array, there: jax.Array, other: jax.Array) -> jax.Array:
     """Selects one of two int32 [128] `BY_THREAD`, at its place among the reads. A later select in a
     loop, taking the register of `other` or `there`, would need a copy of both, which waits for the
-    read.
-    """
+    read."""
 
     code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; selp.b32 $0, $2, $3, p; }"
 
@@ -267,8 +265,8 @@ def end_group() -> None:
 
 
 def wait_for_groups(pending: int, *, of_warp: bool) -> None:
-    """Waits for all copy groups of the thread except the last `pending`; or for those of its warp.
-    """
+    """Waits for all copy groups of the thread except the last `pending`; or for those of its
+    warp."""
 
     @plgpu.inline_mgpu()
     def wait(_: Any) -> None:

@@ -91,8 +91,7 @@ class TokenLoader(PageLoader):
     def _first(self, count: int) -> tuple[list[Any], Any]:
         """Returns the part's first pages, and the positions of the next page. All of their lists
         are read before any of their block tables: a CTA then begins with two dependent reads, and
-        not with two for each page.
-        """
+        not with two for each page."""
         places = [self.part.first()]
         for _ in range(count):
             places.append(self._next(places[-1]))
@@ -102,8 +101,7 @@ class TokenLoader(PageLoader):
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """Returns the `pages` after the next page's copies have started, or the same ones if not
-        `goes_on`.
-        """
+        `goes_on`."""
         before, ahead, (at, positions) = pages[:3]
         # No select and no branch over the words read here: they would wait for the load. If not
         # `goes_on`, the same words are read again.
@@ -206,8 +204,7 @@ class WideTokenLoader(TokenLoader):
 
     def _others(self, page: jax.Array, *, twice: bool = True) -> list[Callable[[], None]]:
         """The arrivals of all columns except the left warpgroup's first quarter; without `twice`,
-        also except the right one's.
-        """
+        also except the right one's."""
 
         def right() -> None:
             if twice:
@@ -219,8 +216,7 @@ class WideTokenLoader(TokenLoader):
 
     def _arrive(self, pending: int, there: jax.Array, each: list[Callable[[], None]]) -> None:
         """Waits for all copy groups except the last `pending`, and makes them visible to all
-        readers.
-        """
+        readers."""
         interpret = self.cut.interpret
 
         @pl.when(there)
@@ -293,8 +289,7 @@ class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
     def _wait_for_raw(self, tile: Any, quarter: int | None) -> None:
         """Waits for a quarter, except for the groups started since: those of the other quarter and
         of the rope columns. Block-scaled rope columns must also have arrived with the second
-        quarter.
-        """
+        quarter."""
         del tile
         if not self.cut.interpret:
             pending = 1 if self.rope_in_place and quarter == 1 else 2

@@ -29,28 +29,29 @@ def scratch(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
 ) -> ArenaSpec:
-    """What `gqa_decode` keeps in the arena: its output, and where it cuts rows float32 partials.
+    """Returns the arena regions of `gqa_decode`: its output, and float32 partial results if rows
+    may be split.
 
     Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
+        batch: B, the rows of the bucket.
+        q_len: S, the query tokens of a row.
         num_heads: H.
         num_kv_heads: Hk.
         head_dim: D.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
-        window: keys that a token sees; None is all, which takes as much or more.
-        dtype: the queries' dtype.
-        cache_dtype: of keys and values; None is `dtype`.
+        max_pages: M, the width of the block tables.
+        page_size: C, the tokens of a page.
+        window: The keys that a token sees; None means all, which takes as much or more.
+        dtype: The queries' dtype.
+        cache_dtype: The dtype of keys and values; None means `dtype`.
 
     Returns:
-        Regions `out` [B, S, H, D]; and, for pairs that may be cut, `partial_out` float32
-        [parts, 2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
-        query heads over 8 of 128 dims, whatever the batch and the context.
-        Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
+        Regions `out` [B, S, H, D]; and, for pairs that may be split, `partial_out` float32 [parts,
+            2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
+            query heads over 8 of 128 dims, whatever the batch and the context. Nothing for shapes
+            and dtypes that the kernel refuses, because XLA keeps its own.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; it is named.
+        TypeError, ValueError: A size is not a positive integer; the error names it.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
@@ -70,7 +71,7 @@ def scratch(
 
 
 def spec_of(shape: tuple[int, ...], rows: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
-    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    """Returns the arena spec for outputs [B, S, H, D], and `rows` packed rows per pair."""
     regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:
         regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)

@@ -49,8 +49,8 @@ class SwapAbExchange:
     outputs: Any
 
     def meet(self) -> None:
-        """Makes the two warpgroups wait for each other; each then sees what the other has written.
-        """
+        """Makes the two warpgroups wait for each other; each then sees what the other has
+        written."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.both_there)
         plgpu.barrier_wait(self.both_there)
@@ -106,8 +106,7 @@ class SwapAbOutputTile:
 
     def write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
         """Writes 0 and an LSE of -inf for a row without keys; NaN if `known` is False, that is, if
-        the schedule was made for another length.
-        """
+        the schedule was made for another length."""
         count = self.columns.size
         begin = self.first_rows[0] + row * self.rows + self.columns.start
         zero = nothing_or_nan(0.0, known, self.out.dtype)

@@ -150,8 +150,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
 
     def _products(self, refs: Any, slot: jax.Array) -> jax.Array:
         """Computes the products. With scales, the rope's product and each block's have one `ref`
-        each.
-        """
+        each."""
         page, fragments, scaled = self._here(slot), self.fragments, self.scaled
         q, q_rope = self.block.q_operands
         zero = unknown_zero()
@@ -176,8 +175,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
 
     def _scales(self, slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
         """Returns, for each block, the scales of the scores' tokens, and the largest scale for each
-        row.
-        """
+        row."""
         del left
         tokens = iota(self.cut.columns, 1)
         scores = self.refs.score_smem.at[self.wg]
@@ -215,8 +213,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         begin: Callable[[Accumulators], None], add: Callable[[int, Any], None],
     ) -> None:  # fmt: skip
         """Calls `begin(output, rescaled)`, then `add(block, its transposed P)` for each block. P
-        goes through shared memory, as many blocks at a time as there is room for.
-        """
+        goes through shared memory, as many blocks at a time as there is room for."""
         self.block.rescale_smem[self.wg] = rescale
         zero = zero_of()
         for start in range(0, BLOCKS if scales else 1, self.versions):

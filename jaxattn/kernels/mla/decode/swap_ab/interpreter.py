@@ -49,8 +49,7 @@ def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.
 
 def plain_numbers(page: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns a page's numbers without scales, float32 [4, 64, 128], and rope [64, 64]. The page
-    has tiles [5, 64, 128], or tokens as in a block-scaled cache.
-    """
+    has tiles [5, 64, 128], or tokens as in a block-scaled cache."""
     if page.dtype == BYTES:
         numbers = lax.bitcast_convert_type(page[:, :RANK], FP8)
         numbers = numbers.reshape(PAGE, BLOCKS, BLOCK).transpose(1, 0, 2)

@@ -59,8 +59,7 @@ class SwapAbKernel(SwapAbCta):
     ) -> Any:
         """Computes a piece: the two warpgroups take its pages in turns, then merge their results.
         Rows without tokens are written while the first piece's copies run, because reading their
-        lengths at the end would make the CTA longer.
-        """
+        lengths at the end would make the CTA longer."""
         row = place.row
         refs, scaled = self.refs, self.cut.latents.block_scaled
         pl.when(place.number != self.part.begin[0])(lambda: self._load_first(place, start, steps))

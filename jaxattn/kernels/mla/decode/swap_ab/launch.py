@@ -67,8 +67,7 @@ def mla_decode_swap_ab(
     call: MlaDecodeCall, *, interpret: bool, detect_races: bool
 ) -> tuple[Any, ...]:
     """`mla_decode_mosaic` for a call that `refuse_swap_ab` accepts: its queries are in one array,
-    and it has layers and a schedule.
-    """
+    and it has layers and a schedule."""
     assert not isinstance(call.q, tuple)
     batch, q_len, num_heads = call.shape
     columns, blocks = block_columns(q_len, num_heads)

@@ -41,8 +41,8 @@ def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
 
 
 class SwapAbWorkTile(NamedTuple):
-    """The share of a piece that one warpgroup takes. A piece is a row, or its portion in this part.
-    """
+    """The share of a piece that one warpgroup takes. A piece is a row, or its portion in this
+    part."""
 
     row: jax.Array
     first: jax.Array  # first page of the warpgroup
@@ -69,8 +69,7 @@ class SwapAbMainloop:
 
     def first_numbers(self) -> list[list[jax.Array]]:
         """The page numbers in the cache of the first `depth` pages. They do not wait for the row's
-        length: past the row's pages they may be any number.
-        """
+        length: past the row's pages they may be any number."""
         first, most = self.piece.first, jnp.int32(self.part.max_pages)
         pages = [first + WARPGROUPS * k for k in range(self.depth)]
         return [self.part.numbers(self.piece.row, page, most) for page in pages]
@@ -113,16 +112,14 @@ class SwapAbMainloop:
 
     def _slot(self, numbers: list[jax.Array]) -> jax.Array:
         """The warpgroup's page in shared memory, as an index that the compiler does not know to be
-        constant. It would otherwise keep 68 descriptors of the page's tiles in registers.
-        """
+        constant. It would otherwise keep 68 descriptors of the page's tiles in registers."""
         # This is 0, because page numbers and lengths are not negative.
         zero = lax.shift_right_logical(numbers[0], 31)
         return jnp.minimum(self.wg + zero, WARPGROUPS - 1)
 
     def _load(self, numbers: list[jax.Array], page: jax.Array) -> None:
         """Copies all columns by one copy, which reads memory in its order: a separate copy of the
-        rope columns took 1% longer.
-        """
+        rope columns took 1% longer."""
         for j, source in enumerate(self.part.sources(numbers, page)):
             to = self.block.kv_smem.at[self.wg, pl.ds(j * self.tokens, self.tokens)]
             plgpu.copy_gmem_to_smem(source, to, self.refs.loaded.at[self.wg])
@@ -141,8 +138,8 @@ class SwapAbMainloop:
         self, i: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array,
         meanwhile: Callable[[], Any] = lambda: None,
     ) -> Any:  # fmt: skip
-        """Returns the new maxima and sums, page i's P and rescaling, and the result of `meanwhile`.
-        """
+        """Returns the new maxima and sums, page i's P and rescaling, and the result of
+        `meanwhile`."""
         page = self.piece.first + WARPGROUPS * i
         here = self.refs.score_smem.at[self.wg, :, pl.ds(0, PAGE)]
         store_transposed(here, scores, interpret=self.cut.interpret)
@@ -160,8 +157,7 @@ class SwapAbMainloop:
 
     def _clear_tail(self, left: jax.Array) -> None:
         """Zeroes the tokens past the end of the sequence before they are read as values: they may
-        be NaN, and 0 * NaN is NaN. The products have already read them as keys.
-        """
+        be NaN, and 0 * NaN is NaN. The products have already read them as keys."""
 
         @pl.when(left < PAGE)
         def _():

@@ -65,8 +65,7 @@ def scratch_types(
 
     def queries(width: int, of_products: Any) -> Any:
         """Q or its rope columns, as TMA loads them and, for an FP8 cache, as the products read
-        them: in the same bytes, which are converted in place.
-        """
+        them: in the same bytes, which are converted in place."""
         both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
         return plgpu.RefUnion(*both) if quantized else both[0]
 

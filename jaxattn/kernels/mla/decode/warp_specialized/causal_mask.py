@@ -29,8 +29,8 @@ class CausalMask:
         )  # fmt: skip
 
     def of_page(self, i: jax.Array) -> Any:
-        """The mask data of the piece's page i, which is read before the page's scores are issued.
-        """
+        """The mask data of the piece's page i, which is read before the page's scores are
+        issued."""
         return i
 
     def told(self, page: Any) -> Any:

@@ -93,8 +93,7 @@ def _interpreted_scales(scales: Any, block: Any) -> Any:
 def _copied(stored: Any, target: Any) -> None:
     """Copies rope numbers, which are only keys and may be anything past a row's end. A warp reads
     its own 16 tokens, as in `_widen`: it may have copied them itself, and has waited for no other
-    warp.
-    """
+    warp."""
     thread, of_warp, step = WarpgroupThread(), PAGE // 4 * LINE, 32 * CHUNK
     lane = arith.andi(thread.index, word(31))
     at = plus(times(thread.warp, of_warp), times(lane, CHUNK))
@@ -106,8 +105,7 @@ def _widen(
     stored: Any, target: Any, left: Any, columns: int, of_block: tuple[Any, Any] | None = None
 ) -> None:
     """Widens e4m3 numbers. `of_block`: the scales, and the byte offset of the block's scale within
-    a token's scales.
-    """
+    a token's scales."""
     thread = WarpgroupThread()
     # A lane has one of eight tokens and one of four chunks; of the other 64 bytes, the chunk four
     # further on.
@@ -166,8 +164,7 @@ def _twice(scale: Any) -> Any:
 
 def _wide(four: Any, scale: Any = None) -> list[Any]:
     """Returns four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair from
-    `_twice`.
-    """
+    `_twice`."""
     scaled = "" if scale is None else "mul.rn.bf16x2 $0, $0, $3; mul.rn.bf16x2 $1, $1, $3; "
     code = (
         "{ .reg .b16 x<2>, h<4>; .reg .b32 w<2>; .reg .f32 f<4>; mov.b32 {x0, x1}, $2; "

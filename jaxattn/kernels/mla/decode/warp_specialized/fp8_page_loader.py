@@ -40,8 +40,7 @@ AHEAD = 2  # widened pages
 
 class Fp8PageLoader(PageLoader):
     """The loader of FP8 pages. `pages`: the page that shared memory holds as stored, and the one
-    after it.
-    """
+    after it."""
 
     def __init__(self, block: MlaDecodeCta):
         super().__init__(block)
@@ -99,8 +98,7 @@ class Fp8PageLoader(PageLoader):
         self, tile: Any, page: Any, target: Any, done: Any, quarter: int | None = None
     ) -> None:
         """Widens a tile of the page, a quarter of the half or the rope columns, and zeroes what
-        follows the row's end. The tile's stored bytes may then be overwritten.
-        """
+        follows the row's end. The tile's stored bytes may then be overwritten."""
         stored, left = self.raw.at[tile], page[2][1]
         self._wait_for_raw(tile, quarter)
         scales = None
@@ -119,8 +117,7 @@ class Fp8PageLoader(PageLoader):
 
     def _store_rope(self, page: Any) -> None:
         """Copies the rope numbers: 128 bytes, or in e4m3 half as many and the 64 numbers before
-        them.
-        """
+        them."""
         last = self.part.kv_ref.shape[-1] - QUARTER
         pl.when(self.is_right)(lambda: self._copy(RAW - 1, page, last))
 

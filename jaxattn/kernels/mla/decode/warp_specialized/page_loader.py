@@ -69,8 +69,8 @@ class PageLoader:
             self._ask_for_queries(*ahead[0])
 
     def _ask_for_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
-        """Where a row begins, prefetches its queries into L2, three pages before they are loaded.
-        """
+        """Where a row begins, prefetches its queries into L2, three pages before they are
+        loaded."""
 
         @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))
         def _():
@@ -91,21 +91,18 @@ class PageLoader:
 
     def hand_over(self, pages: Any, now: jax.Array) -> None:
         """Signals that the other columns of the page after that have arrived. Called once the next
-        products, or the output, have made room.
-        """
+        products, or the output, have made room."""
 
     def wait_for_warps(self) -> None:
         """Waits until all four warps have read the data. wgmma is issued by the whole warpgroup: a
         warp that waited for it knows that all have read, as CUTLASS's pipelines count one arrival
-        per warpgroup.
-        """
+        per warpgroup."""
         if self.cut.interpret:
             plgpu.commit_smem()
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
         """Returns the `pages` of the next step, or the same ones if not `goes_on`. It has no select
-        over what is read from the table: a select would wait for the load.
-        """
+        over what is read from the table: a select would wait for the load."""
         before, ahead = pages
         place, page, stop = ahead[0]
         select = functools.partial(jnp.where, goes_on)
@@ -119,8 +116,7 @@ class PageLoader:
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
         """Zeroes the tokens past the end of the sequence before they are read as values: they may
-        be NaN, and 0 * NaN is NaN. The products have already read them as keys.
-        """
+        be NaN, and 0 * NaN is NaN. The products have already read them as keys."""
         pl.when(left < PAGE)(lambda: self._clear(values, left))
 
     def _clear(self, values: list[Any], left: jax.Array) -> None:

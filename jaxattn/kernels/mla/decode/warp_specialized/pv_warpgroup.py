@@ -92,8 +92,8 @@ class PvWarpgroup:
         return pages_before + steps, pages
 
     def _page(self, piece: PvWorkTile, i: jax.Array, carry: Any) -> Any:
-        """Processes the piece's page i: rescales the output, adds P V, and starts the next copies.
-        """
+        """Processes the piece's page i: rescales the output, adds P V, and starts the next
+        copies."""
         accs, pages = carry
         cut, shared = self.cut, self.shared
         now = piece.before + i
@@ -149,8 +149,7 @@ class PvWarpgroup:
         meanwhile: Callable[[], None],
     ) -> Any:  # fmt: skip
         """Returns accs + P K for both quarters. `meanwhile` overlaps with both products, and
-        `between` runs when the first one is done.
-        """
+        `between` runs when the first one is done."""
         if self.cut.interpret:
             shape = (TILE, QUARTER)
             meanwhile()

@@ -58,8 +58,7 @@ class QkSoftmaxWarpgroup:
 
     def _load_queries(self, at: Any) -> Any:
         """Loads the queries of the row at a page that `settle` has found, if there is one. Returns
-        their quarters in registers; if there is no such page, those of some row.
-        """
+        their quarters in registers; if there is no such page, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
         place, page, stop = at
         row = place.row
@@ -121,8 +120,7 @@ class QkSoftmaxWarpgroup:
 
     def _with_sinks(self, top: jax.Array, total: jax.Array, whole: Callable[[], jax.Array]) -> Any:
         """Returns (maximum, sum, divisor of the output) of a whole row with its sinks; a split row
-        gets them when its pieces are merged. `total` is negative where the row is empty.
-        """
+        gets them when its pieces are merged. `total` is negative where the row is empty."""
         if self.refs.sinks_ref is None:
             return top, total, total
         sinks = self.refs.sinks_ref.at[self.block.packed]
@@ -151,8 +149,7 @@ class QkSoftmaxMainloop:
         others: Any,
     ):
         """`before`: the pages of earlier pieces; `others`: the second and later quarters of the
-        queries.
-        """
+        queries."""
         self.scores, self.before, self.others = scores, before, others
         self.places = scores.cut.places
         self.length = scores.refs.lens_ref[row]
@@ -231,8 +228,7 @@ class QkSoftmaxMainloop:
 
     def _softmax(self, scores: jax.Array, page: Any, top: jax.Array) -> Any:
         """Returns the new maxima, P, and its sums. A mask is applied to pages that some row does
-        not see as a whole.
-        """
+        not see as a whole."""
         cut, factor = self.scores.cut, self.scores.factor
         if cut.latents.quantized:  # a traced scale may be negative
             scores, factor = scores * factor, 1.0

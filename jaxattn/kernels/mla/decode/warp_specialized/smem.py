@@ -54,8 +54,7 @@ class PageSlots:
     @classmethod
     def of(cls, latents: LatentFormat) -> "PageSlots":
         """The places for a cache format; kernel.py explains those of 16 bits, fp8_page_loader.py
-        those of FP8.
-        """
+        those of FP8."""
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
         return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
@@ -213,8 +212,7 @@ class MlaDecodeCta:
 
     def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
         """Calls write(row, known) for this CTA's share of the rows without tokens, and of the rows
-        for which the schedule has another length: `known` is False for the latter.
-        """
+        for which the schedule has another length: `known` is False for the latter."""
 
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
         def _each(row):
