@@ -31,8 +31,7 @@ import jax.numpy as jnp
 from jaxattn.kernels.hopper.device import plain_copies
 
 TILE = 64  # packed rows (query token, head) of a CTA
-# tokens that a CTA takes at a time; called a page here, whatever the cache's page size is
-PAGE = 64
+PAGE = 64  # tokens that a CTA takes at a time; called a page here, whatever the cache's
 
 # The cost of a row beyond its pages (loading its queries, storing its output), in pages: with many
 # packed rows, and with few.

@@ -47,8 +47,7 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         dv = added(grads.values, p, memory.outputs.at[outputs], config.values)
         self.write_scores(ds, i)
         dk = added(grads.keys, ds, memory.queries.at[slot], config.dims)
-        # TMA overwrites these tiles, and the interpreter reads them by plain loads, unlike wgmma
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # plain loads, unlike wgmma, must end before TMA overwrites
         plgpu.barrier_arrive(memory.outputs_read.at[outputs])
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])

@@ -154,8 +154,7 @@ class BackwardConsumer:
         """Writes dS to shared memory, where both warpgroups find that of the whole tile."""
         memory = self.memory
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory.scores_read.at[0]))
-        # with `by_dims` both warpgroups have the same dS
-        if not self.config.by_dims or self.wg == 0:
+        if not self.config.by_dims or self.wg == 0:  # `by_dims`: both have the same
             memory.scores.at[0, self.rows][...] = grads
         fence_proxy_async(interpret=self.interpret)
         plgpu.barrier_arrive(memory.scores_written.at[0])

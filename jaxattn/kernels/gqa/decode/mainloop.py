@@ -148,7 +148,8 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         plgpu.commit_smem()
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         scores = self.softened(scores, piece.factor, piece, token)[1]
-        # P is larger than its sum implies by this power of two; the epilogue's sum is of such P.
+        # The maximum is lowered by this power of two, so that a float16 P is larger by it, as is
+        # its sum.
         room = P_EXPONENT if self.cut.dtype == jnp.float16 else 0
         new_top = jnp.maximum(top, scores.max(axis=1) - room)
         p = jnp.exp2(scores - self.over_keys(new_top))

@@ -171,8 +171,7 @@ class GqaPrefillConsumer:
         """Returns the output with a step's values, in the interpreter, whose wgmma takes no
         register operand."""
         values = self.memory.values[self.slot(number)].astype(jnp.float32)
-        # TMA overwrites the values, which are read by plain loads here, unlike in wgmma
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # plain loads, unlike wgmma, must end before TMA overwrites
         return state.out + jnp.dot(state.p.astype(jnp.float32), values)
 
     def seen(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:

@@ -36,8 +36,8 @@ INTERPRETED_SMS = 4  # the interpreter takes seconds per CTA, with or without wo
 # The cost of a pair beyond its steps, in steps: the exchange of two outputs and the store, while
 # the producer goes on. And the cost of partial results and their combine.
 PAIR_COST, MERGE_COST = 2, 6
-# A few multiprocessors read as fast as all of them: parts of one piece are used if they are longer
-# by at most one part in this.
+# Slightly fewer multiprocessors read as fast as all of them: parts of one piece are used if they
+# are longer by at most one part in this.
 LONGER = 40
 # The least steps of a part that pays for its partial results; and, if few are merged, one step for
 # each of two warpgroups.
