@@ -12,14 +12,14 @@ does that.
 
 With more rows than parts, no row need be split for the parts to be about equal. The rows then stand
 in the line in an order of their own, in which every part is whole rows. From the longest to the
-shortest they are dealt to the parts in turns: even turns go from the first part to the last and odd
+shortest they are dealt to the parts in turns. Even turns go from the first part to the last and odd
 turns back, so that each part has long and short rows. If that leaves a part much longer than the
 others, for example because of one very long row, the rows stand in the batch's order and the line
 is split.
 
 Where a row is split depends on the other rows, and so does the rounding of its combine. With
 `pieces` a row is split into equal pieces whose number does not depend on the other rows, and with
-more rows than parts none is split: the bits of a row then depend only on the row.
+more rows than parts none is split. The bits of a row then depend only on the row.
 """
 
 import dataclasses
@@ -223,8 +223,8 @@ def may_split(batch: int, parts: int) -> bool:
 
 
 def most_pieces(batch: int, parts: int) -> int:
-    """Returns the pieces of a row if rows are split in the same way in every batch, from static
-    shapes: as many as there are parts per row, so that at most `parts` are merged."""
+    """Returns the pieces of a row for batch-invariant splits, from static shapes. These are as many
+    as there are parts per row, so that at most `parts` are merged."""
     return max(1, parts // batch) if may_split(batch, parts) else 1
 
 

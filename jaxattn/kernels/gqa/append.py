@@ -83,7 +83,7 @@ class GqaAppendCta:
         return plgpu.Layout.WG_STRIDED((self.width,), vec_size=1)
 
     def run(self, *, layer_ref: Any, angles_ref: Any, weights_ref: Any, **refs: Any) -> None:
-        """Runs the CTA; `refs` are those of `queries` and of `key_and_value`."""
+        """Runs the CTA; `refs` are those of the queries, and of the keys and values."""
         token, line = lax.axis_index("token"), lax.axis_index("line")
         smem, width = refs["smem"], self.width
         which = layer_ref[0]

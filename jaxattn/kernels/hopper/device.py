@@ -15,7 +15,7 @@ from jaxattn.core.dispatch import Refusal, traced_for_hopper
 # Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may split a
 # row elsewhere, and its result may round differently.
 NUM_SMS = 132
-# The number of clusters of each size that run at a time, with one CTA per multiprocessor: a cluster
+# The number of clusters of each size that run at a time, with one CTA per multiprocessor. A cluster
 # has to fit in one of the groups of multiprocessors (GPCs), which have 10 to 18.
 CLUSTERS_AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28, 8: 12}
 # Bytes of shared memory of a multiprocessor; the system reserves 1 KiB of it for each CTA.
@@ -23,9 +23,9 @@ SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 # Mosaic's allocation of a CTA's shared memory: the alignment of each array, and the bytes of a
 # barrier.
 SHARED_ALIGNMENT, MBARRIER_BYTES = 1024, 8
-# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion,
-# which does not contain updates: 12.9.1, the last of CUDA 12, is also 12090. jax's own
-# attention_mgpu refuses the same range.
+# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion.
+# This version does not contain updates: 12.9.1, the last of CUDA 12, is also 12090. The
+# attention_mgpu of jax itself refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
 
 

@@ -188,8 +188,8 @@ def without_constants(x: jax.Array, layout: Any, zero: jax.Array) -> jax.Array:
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
-    """Returns the initial float32 accumulators of a product. ptxas sees here that they are 0, and
-    starts the product without them; a constant from another basic block it would copy as a whole.
+    """Returns the initial float32 accumulators of a product. Here ptxas sees that they are 0, and
+    starts the product without them. A constant from another basic block would be copied as a whole.
     """
     out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 

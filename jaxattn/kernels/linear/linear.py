@@ -9,10 +9,9 @@ the start. Then the CTAs of a cluster add up their sums, each some of the tokens
 the CTAs.
 
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
-silu(gate) * up is stored. The same holds for the products of heads that each have numbers of x and
-a matrix of their own, [L * heads, K, N], and rotated dims may follow them (rope_epilogue.py).
-Several matrices may also each have their own numbers of x. A token's result does not depend on the
-other tokens.
+silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
+their own, [L * heads, K, N]. Rotated dims may follow them (rope_epilogue.py). Several matrices may
+also each have their own numbers of x. A token's result does not depend on the other tokens.
 
 Products may have biases, which are added before a result is rounded.
 

@@ -339,8 +339,7 @@ class RouterExpertsCta:
             else:
                 operand = self.norm(0, 0).operand
                 halves = [operand.at[2 * step + half] for half in (0, 1)]
-            # all earlier ones are done
-            product(slot, [tokens.transpose((1, 0)) for tokens in halves])
+            product(slot, [tokens.transpose((1, 0)) for tokens in halves])  # all before are done
 
             @pl.when((step > 0) & (step + STAGES - 1 < steps))
             def _reload():

@@ -8,16 +8,15 @@ operand is codes dequantized to e4m3 numbers in registers:
     out^T    [D, 2 N]         = V^T (s P)^T     V counted from the middle code
 
 Q and s P, the probabilities times their tokens' scales, are two e4m3 terms each, as adjacent groups
-of columns. s P is divided by a unit per packed row and step, so that it fits e4m3; the product
-times that unit is added to float32 sums. The values of the middle codes contribute a sum over
-tokens only, which joins the output at a piece's end. The rest is that of gqa_decode, in
-decode/cta.py and gqa/decode/load/producer.py: a stage is free as soon as all warps have its codes
-in registers.
+of columns. To fit e4m3, s P is divided by a unit per packed row and step; the product times that
+unit is added to float32 sums. The values of the middle codes contribute a sum over tokens only,
+which joins the output at a piece's end. The rest is that of gqa_decode, in decode/cta.py and
+gqa/decode/load/producer.py: a stage is free as soon as all warps have its codes in registers.
 
 With few packed rows a warpgroup takes two of its steps at a time, and a last odd one by itself.
 Work that does not depend on the number of tokens is then done once per 128 tokens: maxima between
-lanes, P's way through shared memory, the rescaling of sums. smem.py names the preset that is faster
-without this.
+lanes, P's way through shared memory, the rescaling of sums. For the preset that is faster without
+this, see smem.py.
 """
 
 import dataclasses
@@ -242,9 +241,9 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
     def _beside(
         self, left: tuple[jax.Array, ...], right: Any, make: Callable[[], tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Returns blocks [64, `summed_dims`] times both terms [2 N, D] in shared memory, [64, N];
-        and the result of `make`, which overlaps with the products if there are registers for both.
-        """
+        """Returns [64, N], blocks [64, `summed_dims`] times both terms [2 N, D] in shared memory;
+        and the result of `make`. The latter overlaps with the products if there are registers for
+        both."""
         places = [right]
         if len(left) > 1:
             dims = summed_dims(self.cut.form)

@@ -2,9 +2,9 @@
 
 A CTA takes a tile of at most 128 keys of a key-value head and keeps their dK and dV in registers.
 Its mainloop runs over all queries that see these keys, of all query heads of the group. Each step's
-part of dQ is added to global memory in float32, in the order of the key tiles. mainloop.py has the
-products, tile_scheduler.py assigns tiles to CTAs, dq_semaphore.py orders the additions, and smem.py
-has the tile configuration of each width.
+part of dQ is added to global memory in float32, in the order of the key tiles. The products are in
+mainloop.py, the assignment of tiles to CTAs in tile_scheduler.py, the order of the additions in
+dq_semaphore.py, and the tile configurations in smem.py.
 
 Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 and 256; all operands
 bfloat16 or all float16; any T, heads, group and number of rows. Scratch memory: dq in float32.

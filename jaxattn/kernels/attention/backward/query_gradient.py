@@ -66,8 +66,8 @@ class QueryGradient:
     def await_room(self, number: jax.Array) -> None:
         """Waits until the previous step's parts have left the places that this warpgroup uses.
 
-        Both warpgroups wait for a place that they use in turns before the step's first part is
-        handed over: a thread must observe each completion of a barrier before the next one.
+        Both warpgroups wait for a place that they use in turns, before either hands over the step's
+        first part. A thread must observe each completion of a barrier before the next one.
         """
         places = {place_in_smem(self.config, part) for part, _ in self.parts(number)}
 

@@ -3,7 +3,7 @@
 A CTA processes each chunk of a key head by itself, and its value heads one after another. Two
 warpgroups have 64 of the 128 channels each, of values first and of keys then; a third one copies.
 The names are those of state_pass.py. S is the state before the chunk, dS the gradient of the state
-after it, D the decays between tokens; the lengths of q and k are in D and in the vectors.
+after it, and D the decays between tokens. D and the vectors include the lengths of q and k.
 
     W   = V + read * (K S^T)                   U = M (beta * W)
     F   = tril(dO U^T) * scale D               E = Y U^T

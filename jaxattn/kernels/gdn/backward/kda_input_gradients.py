@@ -314,7 +314,8 @@ class ChannelGradientCta:
 
         written = with_state(refs.v_smem, refs.dstate_smem)
         written = written * self._decays(self._chosen(self.column > self.row))
-        # The last token's sum contains all decays, including that of the state before the chunk.
+        # The gradient of the last token's sum collects all of these, and that of the decay of the
+        # state before the chunk.
         decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
         total = written * tile(refs.k_smem.at[wg])
         for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):

@@ -53,7 +53,7 @@ def choose_config(
     that, or with several heads per CTA, tiles are small: four CTAs share a multiprocessor, for one
     token. A key head's two states of 16 bits have one CTA if such CTAs fill the places for four per
     multiprocessor once, and more than half. With so few states that each may have four
-    multiprocessors, each state gets four CTAs, if a key head's CTAs fit in a cluster; two CTAs per
+    multiprocessors, each state gets four CTAs, if a key head's CTAs fit in a cluster. Two CTAs per
     state would be slower.
     """
     if interpret:

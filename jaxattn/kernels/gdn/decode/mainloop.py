@@ -8,10 +8,10 @@ q)), so that their sums overlap. Decays per channel multiply the state before bo
 normalized and gated when all of its head is there.
 
 A row of one token takes little more than its latencies. So warps synchronize only where one reads
-or overwrites data of another warp or of a copy; Pallas would synchronize around every store. q and
-k are in shared memory as the convolution leaves them, and every warp computes their inverse lengths
-itself. These factors are applied before q and k are multiplied with a state, so that no sum of
-large numbers overflows that would not overflow for unit vectors.
+or overwrites data of another warp or of a copy; Pallas would synchronize around every store. In
+shared memory q and k are as the convolution leaves them, and every warp computes their inverse
+lengths itself. These factors are applied before q and k are multiplied with a state, so that no sum
+of large numbers overflows that would not overflow for unit vectors.
 """
 
 import dataclasses

@@ -50,9 +50,10 @@ class PrefillStatePool(NamedTuple):
 class ChunkPlan(NamedTuple):
     """The tokens of each chunk and of each run of chunks; a chunk belongs to one sequence."""
 
-    # int32 [7, N + 1 + R + 1], one array so that one XLA kernel computes it: in N columns the first
-    # token and the tokens of a chunk; then how many of those columns are used; in R columns the
-    # runs, whose rows are in state_update.py; and as one more run the padding.
+    # int32 [7, N + 1 + R + 1], one array so that one XLA kernel computes it. N columns have the
+    # first token and the tokens of a chunk, and the next column has the number of those in use. R
+    # columns have the runs, whose rows are in state_update.py, and the last one has the padding as
+    # another run.
     table: jax.Array
     num_chunks: int  # N
     kept: jax.Array | None  # int32 [N], the slot that receives the state after the chunk, or -1
@@ -162,10 +163,10 @@ def segment_tokens(length: int, count: int, value_heads: int) -> int:
     """Returns the tokens of a segment for T, n and Hv, or 0 if splitting the sequences does not pay
     off.
 
-    The times below are in us: of a chunk in the output pass and in the transition pass, with the
-    two halves of a state in one CTA or in one each; of a step over the segments; and of two more
-    kernels. Those of halves in one CTA were measured on an H200, the others are guesses. The choice
-    depends only on static shapes, not on lengths or gates.
+    The times below are in us. They are those of a chunk in the output pass and in the transition
+    pass, with the two halves of a state in one CTA or in one each, of a step over the segments, and
+    of two more kernels. Those of halves in one CTA were measured on an H200, the others are
+    guesses. The choice depends only on static shapes, not on lengths or gates.
     """
     output, transition, step, launches = (2.1, 1.5), (1.6, 1.2), 1.5, 7.0
 

@@ -22,8 +22,8 @@ BETA, SUM, LOG_Q, LOG_K = range(VECTORS, VECTORS + 4)
 BACKWARD_VECTORS = VECTORS + 4
 CHANNEL_BETA = 2
 
-# X and P are lower triangular and stored as [96, 32], a quarter less to write and read: columns 0
-# to 31 of all rows, then columns 32 to 63 of rows 32 to 63.
+# X and P are lower triangular and stored as [96, 32], a quarter less to write and read. Columns 0
+# to 31 of all rows come first, then columns 32 to 63 of rows 32 to 63.
 TRIANGLE = (96, 32)
 
 TILE = plgpu.Layout.WGMMA
@@ -32,9 +32,9 @@ BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 def compiler_params() -> Any:
     """Returns the parameters of all kernels here, in which only `commit_smem` and waits order
-    stores to shared memory. A warpgroup commits what it writes there before other threads, wgmma or
-    TMA read it, and at least one such barrier lies between a read and the next write of the same
-    place. Data that only loads of another warpgroup read needs only the arrival at an mbarrier."""
+    stores to shared memory. A warpgroup commits its stores before other threads, wgmma or TMA read
+    them. At least one such barrier is between a read and the next write of the same place. Data
+    that only loads of another warpgroup read needs only the arrival at an mbarrier."""
     return plgpu.CompilerParams(
         approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
     )

@@ -1,8 +1,8 @@
 """The epilogue of a piece in `gqa_decode`: it merges all warpgroups' results and stores them.
 
 The warpgroups exchange maxima, sums and outputs through shared memory. Each then writes its share
-of the dims: a whole pair to the output, with its sinks and gate, and a piece of a pair as a partial
-result, which has neither.
+of the dims. A whole pair goes to the output, with its sinks and gate; a piece of a pair becomes a
+partial result, which has neither.
 """
 
 import dataclasses

@@ -49,7 +49,7 @@ QUERY_EXPONENT = 14
 # Float32's exponent bias, and the lowest bit of its exponent; int32, as lax requires also in x64
 # mode.
 FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
-# A float16 P is larger by this power of two, with values of e4m3 and of float16: their largest
+# A float16 P is larger by this power of two, with values of e4m3 and of float16. Their largest
 # number times this is not infinite in float32, and float16 keeps numbers down to 2**-38 of a row's
 # largest. Smaller numbers become 0: a dim loses them even if the keys of larger weights have values
 # of 0 there.

@@ -1,11 +1,11 @@
 """Grouped-query prefill: softmax(q K^T) V of new tokens, over a cached prefix and themselves.
 
-Persistent CTAs draw tiles of 128 packed rows of a head (192 where D is 64), one after another.
-tile_scheduler.py defines a tile, producer.py is the warpgroup that loads, mainloop.py has the
-consumers, and smem.py has the configuration for each D. The online softmax runs through the prefix,
-read page by page from the cache, and on through the new tokens: no global memory is needed except
-for the output and the LSE. If a row has few new tokens, the heads of a group are adjacent packed
-rows (pack GQA).
+Persistent CTAs draw tiles of 128 packed rows of a head (192 where D is 64), one after another. The
+definition of a tile is in tile_scheduler.py, the producer warpgroup in producer.py, the consumers
+in mainloop.py, and the configuration for each D in smem.py. The online softmax runs through the
+prefix, read page by page from the cache, and on through the new tokens. It needs no global memory
+except for the output and the LSE. If a row has few new tokens, the heads of a group are adjacent
+packed rows (pack GQA).
 
 Limits: D 64, 128 or 256, q, k, v and cache all bfloat16 or all float16, pages of 16, 32, 64 or 128
 tokens, any T, group and number of rows.
@@ -36,8 +36,8 @@ from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaPrefillTileScheduler
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 
-# With fewer new tokens than this, the heads of a group are packed, if a group has more than one: a
-# copy of the queries and of the output, in exchange for full tiles.
+# With fewer new tokens than this, the heads of a group are packed, if a group has more than one.
+# This costs a copy of the queries and of the output, and fills the tiles.
 FEW_TOKENS = 256
 
 
@@ -141,7 +141,7 @@ def gqa_prefill_mosaic(
 
     def pack(x: jax.Array) -> jax.Array:
         """Returns [B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles
-        of 8: TMA steps in tiles, and past the end of an array it reads zeros."""
+        of 8. TMA steps in tiles, and reads zeros past the end of an array."""
         x = x.reshape(batch, tokens, heads // packed, packed, *x.shape[3:]).swapaxes(2, 3)
         return _whole(x.reshape(batch, tokens * packed, heads // packed, *x.shape[4:]))
 

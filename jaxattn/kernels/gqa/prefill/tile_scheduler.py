@@ -61,7 +61,7 @@ class GqaKeyTile(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillTileScheduler:
     """The order of all tiles: a row's heads `group` at a time, and of these the tiles with the most
-    keys first, so that concurrently used keys and values stay in L2.
+    keys first. Concurrently used keys and values then stay in L2.
 
     Attributes:
         rows: Packed rows of a tile.

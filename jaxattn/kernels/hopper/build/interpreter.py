@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import PACKAGE
 
-# The least threads of XLA's pool with which the interpreter is safe: the warpgroups of a CTA, up to
+# The least threads of XLA's pool with which the interpreter is safe. The warpgroups of a CTA, up to
 # 4 here, wait for one another, each in a callback that holds a thread of the pool.
 INTERPRETER_THREADS = 8
 JAX = str(Path(jax.__file__).parent) + os.sep

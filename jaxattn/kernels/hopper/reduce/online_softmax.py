@@ -1,9 +1,9 @@
 """Parts of an online softmax that Pallas has no operation for.
 
-An online softmax rescales its accumulators whenever a row's reference moves: 128 multiplications
-per thread of `mla_decode`, a quarter of its instructions, between P and the product that waits for
-it. So the reference moves only where a row's scores exceed it by SLACK, and a warp without such a
-row does nothing; after a row's first steps that is nearly every warp.
+An online softmax rescales its accumulators whenever a row's reference moves. In `mla_decode` that
+is 128 multiplications per thread, a quarter of its instructions, between P and the product that
+waits for it. So the reference moves only where a row's scores exceed it by SLACK, and a warp
+without such a row does nothing. After a row's first steps that is nearly every warp.
 
 A thread of a warpgroup has some columns of a row, and four threads share the row. The running sums
 need no number of another thread: each thread keeps its own, and they are added up at the end.

@@ -12,7 +12,7 @@ each launch receives from all GPUs, and no GPU overwrites data that has not been
 wait for one place are neighbours, and all CTAs before them send first.
 
 Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
-be split. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; tests:
+be split. Reference: `jaxattn.mla.mla_decode_context_parallel` (implementation="xla"); tests:
 tests/parallel/test_gpus_context_parallel_decode.py.
 """
 
@@ -83,7 +83,7 @@ def distributed_combine(
         call = peers.PeerTransfer(
             inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu
         )
-        to, known = call.address(gpu), call.address(call.own)  # arrive before the state does
+        to, known = call.address(gpu), call.address(call.own)  # there by the time of the state
         sharers = CombineReduction(SHARERS, sums, tops, totals, there)
         block = DistributedCombineCta(first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)

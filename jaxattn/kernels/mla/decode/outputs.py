@@ -1,7 +1,7 @@
 """Outputs of the MLA decode kernels: the arrays to write to, and the result.
 
 A kernel writes rows of 2-D arrays, which are its own or whole lanes of the arena. A row that was
-not split has its output there; a split row has its partial results, which `mla_combine` then merges
+not split has its output there; a split row has its partial results, which combine.py then merges
 into the output.
 """
 

@@ -46,8 +46,8 @@ def decode_schedule(
         page_size: C, the tokens of a page. The kernels support 16, 32, 64 and 128; `mla_decode`
             runs any other in XLA, which does not read the schedule.
         batch_invariant: Whether a row's result has the same bits whatever the other rows are. Rows
-            are then split only by B, M and their own length, into as many pieces as each has CTAs:
-            a long row gets no more of them than a short row next to it. If there are more rows than
+            are then split only by B, M and their own length, into as many pieces as each has CTAs.
+            A long row gets no more CTAs than a short row next to it. If there are more rows than
             CTAs, no row is split.
         interpret: Whether the schedule is for the interpreter, which takes fewer CTAs.
 

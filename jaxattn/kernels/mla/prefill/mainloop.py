@@ -336,7 +336,7 @@ class MlaPrefillConsumer:
 
 class InterpretedMlaConsumer(MlaPrefillConsumer):
     """A consumer for the interpreter of JAX 0.11.2, whose `wgmma` supports neither register
-    operands nor an accumulator that continues: P goes through shared memory, and its product to an
+    operands nor an accumulator that continues. P goes through shared memory, and its product to an
     accumulator of its own."""
 
     def add_values(self, o: jax.Array, p: jax.Array, slot: jax.Array) -> jax.Array:

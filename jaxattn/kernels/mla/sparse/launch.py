@@ -3,7 +3,7 @@
 softmax(q K^T) K[:, :kv_lora_rank] with the K latents at a token's positions, each read once for 64
 heads. As in `mla_decode`, whose body and outputs it uses, there is a CTA for each (part of the
 schedule, tile of 64 heads); kernel.py has the differences. For few tokens the lists are split, and
-`mla_combine` merges their pieces. A chunk of a prompt has so many tokens that no list is split.
+decode/combine.py merges their pieces. A chunk of a prompt has so many tokens that no list is split.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 and float16 caches with
 queries of the same dtype, FP8 caches with bfloat16 queries; any H, S and K. Tiles have 64 heads,
@@ -196,8 +196,8 @@ def _visible(call: MlaDecodeCall) -> jax.Array:
 
 
 def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
-    """Returns int32 [rows], the entries of each list up to the last one that is attended to: the
-    list of an indexer that chose few tokens ends early. Where lists are split, early ends would
+    """Returns int32 [rows], the entries of each list up to the last one that is attended to: an
+    indexer's list ends early if the row has few tokens. Where lists are split, early ends would
     save no time, so all lists count as whole, also those of padding: entries that are not attended
     to are not read."""
     attended = lists.astype(jnp.uint32) < visible.astype(jnp.uint32)[:, None]

@@ -1,9 +1,9 @@
 """Gather of scattered tokens of a paged cache to shared memory: their addresses and copies.
 
-A warp has 16 of a page's 64 tokens, and copies all of their columns: lane 8 i + c has the 16 bytes
+A warp has 16 of a page's 64 tokens, and copies all of their columns. Lane 8 i + c has the 16 bytes
 at c of every 128, of the tokens 4 p + i. So eight lanes read a whole line of the cache, and write a
-whole line of shared memory, whose 16-byte chunks are swizzled: chunk c of token t is at c ^ (t %
-8). TMA would need one copy per token and 128 bytes, 576 of them for a page.
+whole line of shared memory. Its 16-byte chunks are swizzled: chunk c of token t is at c ^ (t % 8).
+TMA would need one copy per token and 128 bytes, 576 of them for a page.
 
 `cp.async` copies belong to a thread: it counts them in groups, and must signal their arrival
 itself. A token that is not attended to becomes zeros, and nothing is read for it.

@@ -1,7 +1,7 @@
 """Sort of some dozens of tokens by expert, with the work list, in one launch.
 
 XLA takes ten kernels for it, 14 us of a layer on an H200. Here every CTA counts the pairs (token,
-expert) of each expert, and then processes a few of the pairs: it copies their tokens to their rows,
+expert) of each expert, and then processes a few of the pairs. It copies their tokens to their rows,
 and writes the tiles of experts whose first pair is among them. The list is that of
 `jaxattn.kernels.moe.routing.token_alignment.align_tokens`. Rows without a token are read, but
 nobody uses them.

@@ -1,8 +1,8 @@
 """Top-k routing of tokens to experts in one launch, with a warpgroup for each token.
 
 The launch also contains the steps around the gating (topk_gating.py), each of which would be an XLA
-kernel: the sum of the logits' two halves, the experts that every token takes and their gate, and
-padding. For one token it also makes the work list.
+kernel. These are the sum of the logits' two halves, the experts that every token takes and their
+gate, and padding. For one token it also makes the work list.
 
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.routing.route`
 (implementation="xla"), tests/kernels/moe/test_router.py.

@@ -46,8 +46,8 @@ def copies(features: int) -> bool:
 
 
 def windows(features: int) -> list[tuple[Any, Any]]:
-    """Returns the windows of a token that the threads copy together, and their layouts: the same
-    number of elements per thread, and a last window, parts of which are copied a second time."""
+    """Returns the windows of a token that the threads copy together, and their layouts. Each thread
+    has the same number of elements, and parts of the last window are copied a second time."""
     whole = features // PAIRS * PAIRS
     vector = next(n for n in (8, 4, 2, 1) if whole % (n * PAIRS) == 0)
     found = [(pl.ds(0, whole), plgpu.Layout.WG_STRIDED((whole,), vec_size=vector))]

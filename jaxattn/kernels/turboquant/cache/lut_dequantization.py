@@ -2,15 +2,15 @@
 permutes.
 
 A register holds four e4m3 numbers: for keys [64 tokens, D], four dims of a token; for values [D, 64
-tokens], four tokens of a dim. turboquant/slot_layout.py has the order of the codes. One PRMT
+tokens], four tokens of a dim. The order of the codes is in turboquant/slot_layout.py. One PRMT
 selects a byte of a table of eight for each of four nibbles; a sign is or-ed to it. The operations
 per number, except the PRMTs, are
 
     keys      0 operations of 8 bits, 0.88 of 4, 0.66 of 3
     values    1.13 of 4 bits, 1.63 of 3
 
-The code does not depend on the type of a word: on the GPU it is a register of each thread, in tests
-an array of all 128 threads' registers (`WordOpsProtocol`).
+The code does not depend on the type of a word (`WordOpsProtocol`): on the GPU it is a register of
+each thread, in tests an array of all 128 threads' registers.
 """
 
 from typing import Any, Protocol

@@ -3,8 +3,8 @@ tokens.
 
 Half a warp has a head. Its lane l has dims 4 l to 4 l + 3 of every 64. The four numbers of one of
 its registers are thus contiguous in the cache, or become so after an exchange with one other lane.
-turboquant/codec.py has the arithmetic, in the same order; turboquant/slot_layout.py has the order
-of the bytes.
+The arithmetic is that of turboquant/codec.py, in the same order; the order of the bytes is in
+turboquant/slot_layout.py.
 """
 
 import dataclasses

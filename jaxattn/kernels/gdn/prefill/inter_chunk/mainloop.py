@@ -60,7 +60,7 @@ from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 # Registers per thread of the warpgroups that multiply, of the one that copies, and of the one that
-# norms, if there is one: 512 for all four are all of the multiprocessor's. With fewer for the last
+# norms, if there is one. All four use 512, all of the multiprocessor's. With fewer for the last
 # one, each chunk waits for its norm.
 REGISTERS, NORMED_REGISTERS = (232, 40), (208, 24, 72)
 

@@ -10,8 +10,8 @@ state of 0. `transition_pass` computes both as states of one run each. `segment_
 over the segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `output_pass` can process every
 segment at once. The gates' values do not change what is computed.
 
-M is stored as two bfloat16 arrays, the rounded value and the remainder: three products of 16-bit
-operands then have 16 bits, where one product would round the whole state once per segment.
+M is stored as two bfloat16 arrays, the rounded value and the remainder. Three products of 16-bit
+operands then have 16 bits; one product would round the whole state once per segment.
 """
 
 import functools

@@ -5,7 +5,7 @@ Diagonal blocks of 2 are known, and a level joins pairs of blocks of b to blocks
     [[x, 0], [-y l x, y]]  inverts  [[x^-1, 0], [l, y^-1]],
 
 so no power of A is formed (with equal keys powers reach 1e18). It is written for -A, whose products
-all have the same sign: LLVM moves a negated product before the wait for it, and ptxas then
+all have the same sign. LLVM would move a negated product before the wait for it, and ptxas then
 serializes the wgmmas of the kernel (its note C7514). The blocks of all rows are stored side by side
 in one [64, b] array. Up to 16 a block belongs to one warp, whose `mma` multiplies it; the last two
 levels are wgmmas of a few columns. Operands are rounded to float16, whose 11 bits are more accurate

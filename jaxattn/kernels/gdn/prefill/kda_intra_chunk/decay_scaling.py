@@ -129,9 +129,9 @@ def within(length: jax.Array, x: jax.Array, fill: float, *, interpret: bool) -> 
 
 def place_of(token: Any, size: int) -> tuple[Any, Any]:
     """Returns, for a token of 16, whether it is in a second half of `size` tokens, and its index
-    among the eight tokens of such halves, or among the eight others. A warp's 16 rows of keys have
-    first halves' tokens in rows 0 to 7 and second halves' in rows 8 to 15; its queries, only of
-    second halves, are in 8 rows."""
+    among the eight tokens in halves of the same kind. A warp's 16 rows of keys have first halves'
+    tokens in rows 0 to 7 and second halves' in rows 8 to 15. Its queries, only of second halves,
+    are in 8 rows."""
     return token // size % 2, token // (2 * size) * size + token % size
 
 

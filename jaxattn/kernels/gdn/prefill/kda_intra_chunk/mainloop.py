@@ -1,5 +1,6 @@
-"""The body of `kda_prefill_chunk`: two warpgroups scale keys and queries, half of the channels
-each, and a third computes A, P and X from the tiles that they store in a ring of shared memory."""
+"""The body of `kda_prefill_chunk`. Two warpgroups scale keys and queries, half of the channels
+each, and store them as tiles in a ring of shared memory. A third computes A, P and X from these
+tiles."""
 
 import dataclasses
 from typing import Any

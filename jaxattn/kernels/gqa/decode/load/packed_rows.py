@@ -1,7 +1,7 @@
 """The packed rows of a pair, in callers' arrays [B, S, H, D]: no copy packs them.
 
-Packed row s * group + j of the pair (row b, KV head h) is token s and query head h * group + j, and
-so row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A CTA has packed rows in
+Packed row s * group + j of the pair (row b, KV head h) is token s and query head h * group + j. It
+is row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A CTA has packed rows in
 multiples of eight: past a pair's last one, loads return the last one again, and stores skip them.
 
 A thread has four neighbouring dims of one packed row in eight, as in the layout `SCORES`.

@@ -128,8 +128,8 @@ def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -
 def num_parts(
     pairs: int, steps: int, *, columns: int, tiles: int, head_dim: int, num_sms: int
 ) -> int:
-    """Returns the parts of a call, from static shapes: as many CTAs for each tile as the GPU runs
-    at a time, or fewer if the pairs do not pay for as many."""
+    """Returns the parts of a call, from static shapes: as many as the GPU runs CTAs at a time for
+    each tile, or fewer if the pairs do not pay for them."""
     blocks = num_sms * ctas_per_sm(columns, head_dim, steps)
     return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
 

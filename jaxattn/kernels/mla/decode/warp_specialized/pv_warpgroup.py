@@ -1,8 +1,8 @@
 """Warpgroups 1 and 2 of `mla_decode`: they load the pages and multiply them by P.
 
 Each has half of the output's columns, and multiplies the same columns of a page: two quarters of
-128. kernel.py describes the contents of shared memory and the order of the tensor cores' work;
-page_loader.py and fp8_page_loader.py load the pages.
+128. The contents of shared memory and the order of the tensor cores' work are described in
+kernel.py; page_loader.py and fp8_page_loader.py load the pages.
 """
 
 import functools

@@ -173,9 +173,9 @@ class MlaDecodeRefs:
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
     shared: MlaDecodeSmem
-    # Only for chosen keys: positions [rows, K]; how many keys each row may see, or the data from
-    # which a CTA computes that: the lengths of the batch's rows, and their query tokens if they
-    # have fewer; and the layer's sinks [rows of the tiles], or None.
+    # Only for chosen keys: positions [rows, K]; how many keys each row may see; or, instead of
+    # that, the lengths of the batch's rows, and their query tokens if they have fewer. And the
+    # layer's sinks [rows of the tiles], or None.
     indices_ref: Any = None
     visible_ref: Any = None
     row_lens_ref: Any = None
