@@ -58,22 +58,22 @@ WHOLE_ROWS = 16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The beginning of each part: cut p is (place, page) for p from 0 to `parts`, the last is the
-    end.
+    """The division of all rows' pages into parts: part p begins at cut p, which is (place, page).
 
-    A place is a position in the line, from 0 to B - 1, with one row at each.
+    p is from 0 to `parts`, and the last cut is the end. A place is a position in the order of rows,
+    from 0 to B - 1.
 
     Attributes:
-        cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels take them.
-        slots: int32 [3, B], for each row: the slot of its first partial result, the number of its
-            partial results (0: its output is written whole), and the base from which the others
-            count, see `slot_of`. Some schedules have a fourth row: the distance between the others,
-            which is otherwise 2.
-        order: int32 [B], the row at each place, every row once; row i is at place i if a cut lies
-            inside of a row. None: row i is always at place i.
-        max_pages: The most pages of a row; 0 if unknown.
-        seq_lens: int32 [B], the lengths that the schedule was made for, 0 where they were too long.
-            A call gives NaN for rows with other lengths. None: the call's own lengths, or unknown.
+        cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels read them.
+        slots: int32 [3, B], for each row: its first partial result, the number of its partial
+            results (0: the row's output is written directly), and the base of its other partial
+            results, see `slot_of`. Some schedules have a fourth number: the stride of the other
+            partial results, which is otherwise 2.
+        order: int32 [B], the row at each place; every row occurs once. If a cut is inside of a row,
+            row i is at place i. None: row i is always at place i.
+        max_pages: The largest number of pages of a row; 0 if unknown.
+        seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
+            call returns NaN for a row with another length. None: the call does not check lengths.
     """
 
     cuts: jax.Array
@@ -89,7 +89,8 @@ class Schedule:
 
     @property
     def pages(self) -> jax.Array:
-        """int32 [parts + 1], the page of that row; 0 is the beginning of the row."""
+        """int32 [parts + 1], the first page of a part within its row; 0 is the beginning of the
+        row."""
         return self.cuts[1]
 
     @property
@@ -97,7 +98,7 @@ class Schedule:
         return self.cuts.shape[1] - 1
 
     def check(self, op: str, queries: tuple[int, ...], max_pages: int) -> None:
-        """Raises ValueError unless the schedule was made for such rows."""
+        """Raises ValueError if the schedule is for other rows."""
         made_for, batch = self.slots.shape[-1], queries[0]
         if made_for != batch:
             raise ValueError(
@@ -116,8 +117,7 @@ class Schedule:
         cls, places: jax.Array, pages: jax.Array, batch: int, max_pages: int = 0,
         order: jax.Array | None = None,
     ) -> "Schedule":  # fmt: skip
-        """Returns the schedule with these cuts, which determine the slots of the partial
-        results."""
+        """Returns the schedule with these cuts, which determine the slots of partial results."""
         # A row that is split is at its own place, so the following arrays are indexed by row.
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
         starts, begun = places[:-1], pages[:-1]
@@ -132,8 +132,8 @@ class Schedule:
 
     @classmethod
     def whole(cls, places: jax.Array, order: jax.Array, max_pages: int) -> "Schedule":
-        """Returns the schedule of whole rows, with parts beginning at `places`, without partial
-        results."""
+        """Returns the schedule that splits no row, with parts that begin at `places`, and without
+        partial results."""
         cuts = jnp.stack([places, jnp.zeros_like(places)])
         return cls(cuts, jnp.zeros((3, order.shape[0]), jnp.int32), order, max_pages=max_pages)
 

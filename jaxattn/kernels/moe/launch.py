@@ -65,7 +65,7 @@ def scratch(
     form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
-    """Returns the arena regions that `mixture_of_experts` uses between and after the experts'
+    """Returns the scratch of `mixture_of_experts` in the arena, between and after the experts'
     products.
 
     Args:
@@ -74,14 +74,15 @@ def scratch(
         experts: E.
         hidden: F.
         expert_size: I, columns of each expert.
-        dtype: The dtype of the products' operands: the weights', or x's if weights are quantized.
+        dtype: The dtype of the products' operands: the weights', or x's if the weights are
+            quantized.
         fp8: Whether the weights are FP8.
         form: The format of 4-bit weights.
-        config: The tile configuration of the kernels; None is that of `mixture_of_experts`.
+        config: The tile configuration of the kernels; None is the choice of `mixture_of_experts`.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, float32. Both have T
-            * K rows and some more, so that each expert begins a tile.
+        Region `h` in `dtype`, the values between the experts' products, and region `y` in float32,
+            their outputs. Both have T * K rows and padding, so that each expert begins at a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,

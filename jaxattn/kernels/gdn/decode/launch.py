@@ -71,10 +71,10 @@ def choose_config(
 def scratch(
     *, batch: int, q_len: int, num_v_heads: int, head_v_dim: int = DIM, dtype: Any = jnp.bfloat16
 ) -> ArenaSpec:
-    """Returns the arena region of a decode op: `out` [B, S, Hv, Dv].
+    """Returns the scratch of a decode op in the arena: region `out` [B, S, Hv, Dv].
 
     Raises:
-        ValueError: A size is not a positive integer; the error names it. B and S may be 0.
+        ValueError: A size is not a positive integer; the message names the size. B and S may be 0.
     """
     check_sizes("gdn.scratch", least=0, batch=batch, q_len=q_len)
     check_sizes("gdn.scratch", num_v_heads=num_v_heads, head_v_dim=head_v_dim)

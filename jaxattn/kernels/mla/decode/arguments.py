@@ -17,13 +17,13 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextParallelMerge:
-    """The GPUs whose outputs are merged under context parallelism, inside of `jax.shard_map`.
+    """The buffer and the mesh axes with which GPUs merge their outputs, inside of `jax.shard_map`.
 
     Attributes:
-        mailbox: The peer-memory buffer of these GPUs, of shape `merge_buffer_shape`.
+        mailbox: The symmetric buffer of these GPUs, with the shape `merge_buffer_shape`.
         axes: The mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        heads: The number of query heads that belong to the GPUs; the other given heads are zeros
-            that fill a tile of the kernel. None: all heads.
+        heads: The number of heads of q that belong to the GPUs. The other heads are zeros, which
+            fill a tile of the kernel. None: all heads.
     """
 
     mailbox: SymmetricBuffer

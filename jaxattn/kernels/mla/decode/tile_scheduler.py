@@ -35,24 +35,25 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> Schedule:
-    """Returns the schedule that divides the rows of a step among the GPU's CTAs: once per step, for
-    all layers.
+    """Returns the schedule that divides the rows of a step among the GPU's CTAs. Compute it once
+    per step, for all layers.
 
     Args:
         seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
         q_len: S.
         num_heads: H.
         max_pages: M, the width of the block tables.
-        page_size: C, the tokens of a page. The kernels support 16, 32, 64 and 128; `mla_decode`
-            runs any other in XLA, which does not read the schedule.
-        batch_invariant: Whether a row's result has the same bits whatever the other rows are. Rows
-            are then split only by B, M and their own length, into as many pieces as each has CTAs.
-            A long row gets no more CTAs than a short row next to it. If there are more rows than
-            CTAs, no row is split.
-        interpret: Whether the schedule is for the interpreter, which takes fewer CTAs.
+        page_size: C, the tokens of a page. The kernels support 16, 32, 64 and 128. With other page
+            sizes, `mla_decode` runs in XLA, which does not use the schedule.
+        batch_invariant: Whether a row's result has the same bits with any other rows. Only B, M and
+            the row's own length then determine how the row is split. Each row gets the same number
+            of CTAs, also if it is longer than the other rows. With more rows than CTAs, no row is
+            split.
+        interpret: Whether the schedule is for the interpreter, which has fewer CTAs.
 
     Raises:
-        TypeError, ValueError: An argument's dtype, shape or size does not fit; the error names it.
+        TypeError, ValueError: An argument has a wrong dtype, shape or size; the message names the
+            argument.
     """
     arguments = OpArguments("mla.decode_schedule")
     sizes = {"max_pages": max_pages, "page_size": page_size}

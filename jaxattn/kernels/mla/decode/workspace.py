@@ -27,8 +27,8 @@ def scratch(
     kv_lora_rank: int = RANK,
     dtype: Any = jnp.bfloat16,
 ) -> ArenaSpec:
-    """Returns the arena regions of `mla_decode`: its output, and float32 partial results if rows
-    may be split.
+    """Returns the scratch of `mla_decode` in the arena: its output, and float32 partial results of
+    split rows.
 
     Args:
         batch: B, the rows of the bucket.
@@ -40,13 +40,13 @@ def scratch(
         dtype: The queries' dtype.
 
     Returns:
-        Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
-            than 24; and, for a batch that may be split, `partial_out` float32 [parts, 2, rows, R]:
-            at most 33 MiB, whatever the batch. DeepSeek-R1 at 2048 rows takes 256 MiB, for all
-            layers.
+        Region `out` [B, rows, R], where row s * H + h is head h of token s. S * H rows are rounded
+            up to a multiple of 8, or of 64 if there are more than 24. If rows of the batch may be
+            split, also region `partial_out` float32 [parts, 2, rows, R], which is at most 33 MiB
+            for any batch. DeepSeek-R1 at 2048 rows needs 256 MiB for all layers.
 
     Raises:
-        ValueError: A size is not a positive integer; the error names it.
+        ValueError: A size is not a positive integer; the message names the size.
     """
     sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
     check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)

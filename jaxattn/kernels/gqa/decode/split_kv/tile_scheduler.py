@@ -47,22 +47,23 @@ LEAST_PART, SHORT_PART = 4, 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairSchedule:
-    """The division of all pairs (row, key-value head) among the GPU's CTAs, by `decode_schedule`.
+    """The division of pairs of a row and a key-value head among the GPU's CTAs, from
+    `decode_schedule`.
 
     Attributes:
-        line: The parts, of pairs p = row * Hk + head.
+        line: The parts, over pairs p = row * Hk + head.
         arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls with this schedule,
-            which run one after another. None: each call makes its own.
-        seq_lens: int32 [B], the lengths that the schedule was made for, 0 where they were too long.
-            A call gives NaN for rows with other lengths. None: it was made from the call's own
+            which run one after another. None: each call creates its own counters.
+        seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
+            call returns NaN for a row with another length. None: the schedule is of the call's own
             lengths.
         num_kv_heads: Hk.
         q_len: S.
-        window: The keys that a token sees, or None.
-        fine: A second `line`, of more parts than the GPU runs at a time, for a memory-bound kernel.
-            None: there are too few pairs for it.
-        batch_invariant: Whether a pair's result has the same bits whatever comes before it in its
-            part.
+        window: The number of keys that a token sees, or None.
+        fine: A second `line` with more parts than the GPU runs at a time, for a kernel that is
+            bound by memory. None: there are too few pairs.
+        batch_invariant: Whether the bits of a pair's result do not depend on the earlier pairs of
+            its part.
     """
 
     line: Schedule
@@ -93,7 +94,7 @@ class PairSchedule:
     def check(
         self, op: str, *, batch: int, q_len: int, num_kv_heads: int, window: int | None, steps: int
     ) -> None:
-        """Raises ValueError unless the schedule was made for such rows."""
+        """Raises ValueError if the schedule is for other rows."""
         made = {
             "B": self.line.slots.shape[-1] // self.num_kv_heads,
             "S": self.q_len,
@@ -154,8 +155,8 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> PairSchedule:
-    """Returns the schedule that divides the pairs of a step among the GPU's CTAs: once per step,
-    for all layers of such shapes.
+    """Returns the schedule that divides the pairs of a step among the GPU's CTAs. Compute it once
+    per step, for all layers of these shapes.
 
     Args:
         seq_lens: int32 [B], as for `gqa_decode`: lengths beyond M * C are padding here too.
@@ -165,13 +166,15 @@ def decode_schedule(
         head_dim: D.
         max_pages: M, the width of the block tables.
         page_size: C, the tokens of a page. The kernel supports 16, 32, 64 and 128.
-        window: The keys that a token sees; layers with another window need a schedule of their own.
-        batch_invariant: Whether a row's result has the same bits whatever the other rows are. Pairs
-            are then split only by B, M and their own length.
-        interpret: Whether the schedule is for the interpreter, which takes fewer CTAs.
+        window: The number of keys that a token sees. Layers with another window need another
+            schedule.
+        batch_invariant: Whether a row's result has the same bits with any other rows. Only B, M and
+            the row's own length then determine how a pair is split.
+        interpret: Whether the schedule is for the interpreter, which has fewer CTAs.
 
     Raises:
-        TypeError, ValueError: An argument's dtype, shape or size does not fit; the error names it.
+        TypeError, ValueError: An argument has a wrong dtype, shape or size; the message names the
+            argument.
     """
     arguments = OpArguments("gqa.decode_schedule")
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}

@@ -29,8 +29,8 @@ def scratch(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
 ) -> ArenaSpec:
-    """Returns the arena regions of `gqa_decode`: its output, and float32 partial results if rows
-    may be split.
+    """Returns the scratch of `gqa_decode` in the arena: its output, and float32 partial results of
+    split pairs.
 
     Args:
         batch: B, the rows of the bucket.
@@ -40,18 +40,20 @@ def scratch(
         head_dim: D.
         max_pages: M, the width of the block tables.
         page_size: C, the tokens of a page.
-        window: The keys that a token sees; None means all, which takes as much or more.
+        window: The number of keys that a token sees; None means all, which needs at least as much
+            scratch.
         dtype: The queries' dtype.
         cache_dtype: The dtype of keys and values; None means `dtype`.
 
     Returns:
-        Regions `out` [B, S, H, D]; and, for pairs that may be split, `partial_out` float32 [parts,
-            2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
-            query heads over 8 of 128 dims, whatever the batch and the context. Nothing for shapes
-            and dtypes that the kernel refuses, because XLA keeps its own.
+        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32 [parts,
+            2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132 parts.
+            For 32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch and
+            context. Empty for shapes and dtypes that the kernel does not support, because XLA
+            allocates its own scratch.
 
     Raises:
-        TypeError, ValueError: A size is not a positive integer; the error names it.
+        TypeError, ValueError: A size is not a positive integer; the message names the size.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
