@@ -30,7 +30,7 @@ class Fp8Linear(Linear):
 
     The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`);
     `in_features` is a multiple of 16. The scale is float32 [ceil(out_features / 128),
-    ceil(in_features / 128)]. Differentiable for x.
+    ceil(in_features / 128)]. Differentiable in x.
     """
 
     stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack", "scale": "scale_in_stack"}

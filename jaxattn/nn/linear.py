@@ -139,8 +139,9 @@ class Linear(nnx.Module):
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Raises:
-        TypeError: x has no dtype of floats.
-        ValueError: x has another last axis, or a size is not a positive integer; it is named.
+        TypeError: the dtype of x is not a floating dtype.
+        ValueError: the last axis of x has a wrong size, or a size is not a positive integer; the
+            message names the size.
     """
 
     # Its parameters that a step reads where they lie in their stacks, and what says where.
@@ -181,11 +182,11 @@ class Linear(nnx.Module):
         biases: "Sequence[LinearBias]" = (),
         give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
-        """`module(x)` for each module of this kind, see `linears`.
+        """`module(x)` for each module of this class; see `linears`.
 
         Args:
-            biases: one for each module, or none.
-            give: whether a `PendingNorm` x keeps the normed token, for others that read it.
+            biases: one bias for each module, or none.
+            give: whether a `PendingNorm` x keeps the normed token for other readers.
         """
         places = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]

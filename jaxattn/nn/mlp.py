@@ -21,11 +21,12 @@ class GatedMLP(nnx.Module):
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Args:
-        fp8: the names of those products whose weights are FP8, see `Fp8Linear`.
+        fp8: the names of the products whose weights are FP8; see `Fp8Linear`.
 
     Raises:
-        TypeError: x has no dtype of floats.
-        ValueError: x has another last axis, or a size is not a positive integer; it is named.
+        TypeError: the dtype of x is not a floating dtype.
+        ValueError: the last axis of x has a wrong size, or a size is not a positive integer; the
+            message names the size.
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """The benchmark's counting, its peers in processes of their own, and its pictures; no times."""
 
 import ast
+import dataclasses
 import errno
 import functools
 import io
@@ -434,6 +435,9 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
     measured, fake_packages, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(mla, "SMALL_SHAPES", mla.SMALL_SHAPES[:3])
+    # Whether jax-triton is installed here or not.
+    peer = jax_triton_baselines.TritonBaseline
+    monkeypatch.setattr(peer, "missing", lambda peer: ["jax-triton", "triton"])
     file = tmp_path / "run.json"
     assert bench.main(["mla", "--small", "--json", str(file)]) == 0
     said = capsys.readouterr()
@@ -453,6 +457,16 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
         "vllm-flashmla: not installed (python3 -m pip install vllm torch)",
         "flaggems by jax-triton: not installed (python3 -m pip install jax-triton triton)",
     ]
+
+
+def test_a_peer_by_jax_triton_is_named_with_its_versions(monkeypatch):
+    peer = jax_triton_baselines.TritonBaseline
+    monkeypatch.setattr(peer, "missing", lambda peer: [])
+    packages = {"numpy": "numpy", "no_metadata": "no-such-package"}
+    mla_peer = dataclasses.replace(jax_triton_baselines.PEERS["mla"], packages=packages)
+    monkeypatch.setitem(jax_triton_baselines.PEERS, "mla", mla_peer)
+    said = f"numpy {np.__version__}, no-such-package of an unknown version"
+    assert jax_triton_baselines.said("mla") == [f"flaggems by jax-triton: {said}"]
 
 
 @pytest.mark.parametrize(

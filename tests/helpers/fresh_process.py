@@ -18,6 +18,13 @@ from jaxattn.parallel.nccl_comm_split_flag import NAME, VARIABLE
 ROOT = Path(__file__).parents[2]
 OF_EXTRA = ("starlette", "uvicorn", "prometheus_client", "orjson", "llguidance")
 PARTS = {
+    "imported with the package": """
+import sys, jaxattn
+print('jax' in sys.modules)
+from jaxattn import mla, RopeConfig
+looked_for = 'jax', 'flax', 'jaxattn.engine', 'jaxattn.models'
+print(*[name for name in looked_for if name in sys.modules])
+""",
     "imported of the extra": f"""
 import sys, jaxattn, jaxattn.cli.serve.command, jaxattn.bench.__main__
 print(*[name for name in {OF_EXTRA} if name in sys.modules])

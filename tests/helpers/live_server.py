@@ -100,6 +100,15 @@ class LiveServer:
         """Runs a coroutine on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
+    def settle(self) -> None:
+        """Waits until the server's loop has done what waits there, and what follows from it."""
+
+        async def turns() -> None:
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        self.call(turns())
+
     def post(self, path: str, body: object, **options) -> httpx.Response:
         return self.client.post(path, json=body, **options)
 

@@ -88,6 +88,8 @@ class ScriptedEngine:
         step_seconds: that a step takes.
         failures: steps that fail from now on, as on a device error.
         hold: a step waits while it is clear.
+        before_step: called in the device thread before each step, by `LiveServer.settle` for
+            instance, so that the event loop writes each step's tokens before the next step.
         added: every request so far.
     """
 
@@ -106,6 +108,7 @@ class ScriptedEngine:
         self.failures = 0
         self.hold = threading.Event()
         self.hold.set()
+        self.before_step: Callable[[], object] = lambda: None
         self.added: list[Request] = []
         self.closed = False
         self._events: list[Event] = []
@@ -136,6 +139,7 @@ class ScriptedEngine:
 
     def step(self) -> list[Event]:
         self.hold.wait()
+        self.before_step()
         time.sleep(self.step_seconds)
         while self.scheduler.waiting and len(self.scheduler.rows) < self.limits.batch:
             request = self.scheduler.waiting.popleft()

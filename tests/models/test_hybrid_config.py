@@ -118,10 +118,10 @@ def test_what_is_no_configuration_is_refused_in_a_short_line(values, message):
     ],
 )
 def test_absurd_sizes_are_refused_at_once(changes, message):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_the_most_layers_are_accepted():

@@ -37,7 +37,9 @@ def test_one_chunk_for_each_token_and_the_role_with_the_first(scripted):
 
 
 def test_several_tokens_of_a_step_are_one_chunk_and_stop_strings_have_them_one_by_one():
-    with live(served(lambda: ScriptedEngine(step_seconds=0.02, tokens=4))) as server:
+    engine = ScriptedEngine(tokens=4)
+    with live(served(lambda: engine)) as server:
+        engine.before_step = server.settle
         body = {"prompt": "abcdefgh", "max_tokens": 11, "stream": True}
         events = server.stream("/v1/completions", body)
         assert [each["choices"][0]["text"] for each in events] == ["a", "bcde", "fgha", "bc"]

@@ -76,9 +76,16 @@ def said(bench: str) -> list[str]:
     if lacking := peer.missing():
         install = f"python3 -m pip install {' '.join(lacking)}"
         return [f"{peer.name} by jax-triton: not installed ({install})"]
-    versions = {name: importlib.metadata.version(name) for name in peer.packages.values()}
-    numbers = ", ".join(f"{name} {version}" for name, version in versions.items())
+    numbers = ", ".join(f"{name} {_version(name)}" for name in peer.packages.values())
     return [f"{peer.name} by jax-triton: {numbers}"]
+
+
+def _version(package: str) -> str:
+    """The version of an installed package; a module on the path may have no metadata."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
 
 
 def times(bench: str, shape: Any) -> dict[str, float | str]:

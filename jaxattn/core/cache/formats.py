@@ -42,16 +42,16 @@ MIN_EXPONENT, MAX_EXPONENT = -117, 119
 
 @dataclasses.dataclass(frozen=True)
 class LatentFormat:
-    """How a cache of some dtype stores a token: `jnp.zeros((L, N, C, format.width), format.dtype)`.
+    """The format of a latent cache: `jnp.zeros((L, N, C, format.width), format.dtype)` is a cache.
 
     Attributes:
-        dtype: of the cache; it chooses the format.
-        kv_lora_rank: R; a multiple of 128 where the cache is uint8.
+        dtype: the dtype of the cache, which determines the format.
+        kv_lora_rank: R; a multiple of 128 if the cache is uint8.
         qk_rope_head_dim: P; 0 for a model without RoPE.
 
     Raises:
-        TypeError: no format has that dtype, or R or P is no integer.
-        ValueError: R or P does not fit.
+        TypeError: no format has this dtype, or R or P is not an integer.
+        ValueError: the format does not support R or P.
     """
 
     dtype: Any
@@ -124,9 +124,10 @@ class LatentFormat:
         return jnp.concatenate([_as_bytes(x).reshape(*tokens, -1) for x in parts], axis=-1)
 
     def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
-        """The latents of what is stored: float32, or as they are where they are not quantized.
+        """The latents of a cache: float32 if the cache is quantized, otherwise in the cache's
+        dtype.
 
-        Differentiable in `kv_scale`, not in what is stored quantized.
+        Differentiable in `kv_scale`, but not in quantized numbers.
         """
         if self.per_tensor:
             return lax.stop_gradient(stored).astype(jnp.float32) * kv_scale
@@ -184,15 +185,15 @@ class IndexKeyFormat:
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat:
-    """How a cache stores a token's key and value of one head.
+    """The format of a token's key and value of one head.
 
     Attributes:
-        name: a dtype of floats, "fp8" (e4m3; one scale for all keys and one for all values, or one
-            of each per head), or a preset of TurboQuant.
+        name: a floating dtype, "fp8" (e4m3, with one scale for all keys and one for all values, or
+            both scales per head), or a preset of TurboQuant.
         head_dim: D; a power of two with a preset.
 
     Raises:
-        ValueError: no format has the name, or D does not fit.
+        ValueError: no format has this name, or the format does not support D.
     """
 
     name: str
@@ -210,7 +211,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, dtype: Any, head_dim: int) -> "KVFormat":
-        """That of a cache of floats, of e4m3 numbers or of their bits."""
+        """The format of a cache array: floats, e4m3 numbers, or the bits of e4m3 numbers."""
         dtype = jnp.dtype(dtype)
         return cls("fp8" if dtype in (FP8, FP8_BITS) else dtype.name, head_dim)
 
@@ -236,8 +237,9 @@ class KVFormat:
         return key + (0 if TURBOQUANT[self.name][0] == 8 else 2) + value + 4
 
     def pack(self, kv: Float[Array, "*t 2 Hk D"], kv_scale: Any = None) -> Num[Array, "*t 2 Hk D"]:
-        """What a cache of floats or of e4m3 numbers stores; finite numbers saturate there, and Inf,
-        which e4m3 does not have, is NaN."""
+        """The stored numbers of a floating or e4m3 cache. In e4m3, finite numbers saturate, and Inf
+        becomes NaN, because e4m3 has no Inf.
+        """
         if not self.scaled:
             return kv.astype(self.dtype)
         return _to_fp8(_without_inf(kv) / kv_scale[..., None])
@@ -245,9 +247,10 @@ class KVFormat:
     def unpack(
         self, kv: Num[Array, "*t 2 Hk D"], kv_scale: Any = None
     ) -> Float[Array, "*t 2 Hk D"]:
-        """The keys and values of what is stored: float32 of e4m3 numbers, others as they are.
+        """The keys and values of stored numbers: float32 for e4m3 numbers, otherwise in the cache's
+        dtype.
 
-        Differentiable in `kv_scale`, not in what is stored quantized.
+        Differentiable in `kv_scale`, but not in quantized numbers.
         """
         if not self.scaled:
             return kv

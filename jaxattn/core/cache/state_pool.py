@@ -27,11 +27,11 @@ def state_read(
     Args:
         pool: `[Z, ...]`, or `[L, Z, ...]` with `layer`.
         state_indices: the slot of each row.
-        layer: index into the stack, a Python int or traced. It is part of the gather: no layer is
-            sliced out of the stack.
+        layer: index into the stack, a Python int or traced. The index is part of the gather, so the
+            op slices no layer out of the stack.
 
     Raises:
-        TypeError: `pool` is no array, `state_indices` are no integers, or `layer` is none.
+        TypeError: `pool` is not an array, or `state_indices` or `layer` are not integers.
         ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
     """
     slots = _slots(pool, _checked("state_read", pool, state_indices, layer), layer)[0]
@@ -57,8 +57,8 @@ def state_write(
         layer: index into the stack, a Python int or traced.
 
     Raises:
-        TypeError: `pool` or `values` is no array, `state_indices` are no integers, or `layer` is
-            none.
+        TypeError: `pool` or `values` is not an array, or `state_indices` or `layer` are not
+            integers.
         ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
     """
     op = "state_write"

@@ -34,21 +34,24 @@ MOST_THETA, MOST_FACTOR = 1e30, 1e6
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
-    """YaRN (arXiv 2309.00071) in the words of DeepSeek's `rope_scaling`.
+    """YaRN (arXiv 2309.00071), with the names of DeepSeek's `rope_scaling`.
 
     Attributes:
-        factor: how many times the trained context is stretched, from 1 to a million.
+        factor: the new context divided by the trained context, from 1 to a million.
         original_max_position_embeddings: tokens of the trained context.
-        beta_fast: a frequency that turns this often or more within the trained context is kept.
-        beta_slow: one that turns this often or less is divided by `factor`; a ramp lies between.
-        mscale: weight of the logarithmic correction of the rotated queries' and keys' length, from
+        beta_fast: frequencies with at least this many rotations within the trained context are
+            unchanged.
+        beta_slow: frequencies with at most this many rotations are divided by `factor`. A ramp
+            connects both ranges.
+        mscale: weight of the logarithmic correction of the length of rotated queries and keys, from
             0 to 100.
-        mscale_all_dim: weight of the correction moved into the softmax scale, where it reaches the
-            dims that are not rotated too; DeepSeek-V3 has 1.0 for both. 0 moves nothing.
+        mscale_all_dim: weight of the part of the correction that moves into the softmax scale,
+            which also applies to dims that are not rotated. DeepSeek-V3 has 1.0 for both; 0 moves
+            nothing.
         truncate: the ramp begins and ends at whole pairs.
 
     Raises:
-        ValueError: a field is no finite number or outside its range, or beta_fast < beta_slow.
+        ValueError: a field is not a finite number or is out of range, or beta_fast < beta_slow.
     """
 
     factor: Annotated[float, Number(1, MOST_FACTOR)]
@@ -124,22 +127,24 @@ class QueryScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Which pairs of dims turn, and how fast.
+    """The pairs of dims that RoPE rotates, and the frequencies.
+
+    At most one of `yarn`, `llama3` and `linear` may scale the frequencies.
 
     Attributes:
-        dim: P, rotated dims (qk_rope_head_dim), even.
-        theta: base of the frequencies, more than 1; None turns nothing (Kimi-Linear's NoPE).
-        interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs
-            (i, i + P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the
-            same layout.
-        yarn: stretches the context; None leaves the frequencies as they are.
-        llama3: stretches it in another way.
-        linear: stretches it by dividing all frequencies by this factor, from 1 to a million; 1
-            leaves them. One of the three at most.
+        dim: P, the number of rotated dims (qk_rope_head_dim), even.
+        theta: base of the frequencies, more than 1; None rotates nothing (Kimi-Linear's NoPE).
+        interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs (i, i +
+            P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the same
+            layout.
+        yarn: YaRN scaling for a longer context; None leaves the frequencies unchanged.
+        llama3: Llama 3's scaling for a longer context.
+        linear: divides all frequencies by this factor, from 1 to a million; 1 leaves them
+            unchanged.
 
     Raises:
-        ValueError: a field does not fit, YaRN's ramp would run backwards, or what stretches has no
-            theta or is there twice.
+        ValueError: a field is out of range, YaRN's ramp would be reversed, theta is None with a
+            scaling, or two scalings are given.
     """
 
     dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
@@ -219,11 +224,11 @@ def _llama3(freq: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
 def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
     """qk_head_dim**-0.5 * mscale**2, with mscale = 1 unless YaRN's `mscale_all_dim` is set.
 
-    `qk_head_dim` counts the dims of the unabsorbed query (DeepSeek-V3: nope 128 + rope 64 = 192):
-    absorption changes the shape of the dot product, not its value.
+    `qk_head_dim` is the number of dims of the query before absorption (DeepSeek-V3: nope 128 + rope
+    64 = 192). Absorption changes the shape of the dot product, but not its value.
 
     Raises:
-        ValueError: `qk_head_dim` is no integer of at least 1.
+        ValueError: `qk_head_dim` is not an integer of at least 1.
     """
     Integer(1, MOST)("softmax_scale: qk_head_dim", qk_head_dim)
     mscale = _mscale(config.yarn.factor, config.yarn.mscale_all_dim) if config.yarn else 1.0
@@ -245,7 +250,7 @@ class Rotation(NamedTuple):
 def rotation(
     positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
 ) -> Rotation:
-    """The rotation by every position's angles, YaRN's scale of lengths included.
+    """The rotation by the angles of all positions, including YaRN's scale of lengths.
 
     Raises:
         TypeError: `positions` are not integers.

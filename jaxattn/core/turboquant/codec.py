@@ -64,14 +64,14 @@ class TurboCodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurboFormat:
-    """A preset at a head dim; one layer's cache is uint8 [N, Hk, C * slot_bytes].
+    """A TurboQuant preset with a head dim. One layer's cache is uint8 [N, Hk, C * slot_bytes].
 
     Attributes:
-        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two warn, once each.
+        preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two presets each warn once.
         head_dim: D, 64, 128 or 256.
 
     Raises:
-        ValueError: there is no such preset, or none at that head dim.
+        ValueError: the preset does not exist, or does not support the head dim.
     """
 
     preset: str
@@ -105,7 +105,7 @@ class TurboFormat:
 
     @property
     def rotated(self) -> bool:
-        """Whether keys are, and queries therefore."""
+        """Whether the op rotates keys, and therefore also queries."""
         return self.key_bits != 8
 
     @property

@@ -58,17 +58,16 @@ class MultiHeadLatentAttention(LatentProjections):
         o_proj [H * Dv, hidden]   and with `gated` g_proj [hidden, H]
 
     Args:
-        rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
-            interleaved. Without a theta nothing turns.
-        gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
-        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        rope: `rope.dim` must be `qk_rope_head_dim`; None is RoPE with theta 10000, interleaved,
+            without scaling. A RopeConfig with theta None rotates nothing.
+        gated: each head's output is multiplied by the head's sigmoid(g_proj(x)) (Ling-3.0).
+        fp8: the names of the linears whose weights are FP8; see `Fp8Linear`.
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
     Raises:
-        ValueError: a size is not a positive integer, or the RoPE configuration rotates another
-            number of dimensions than `qk_rope_head_dim`.
+        ValueError: a size is not a positive integer, or `rope.dim` differs from `qk_rope_head_dim`.
     """
 
     def _attend_whole(
@@ -100,26 +99,28 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """A chunk of each row's prompt: caches its latents, attends to them and to those before.
+        """A chunk of each row's prompt: caches its latents, and attends to these and to earlier
+        ones.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
-                included (`jaxattn.mla.LatentFormat`).
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; the dtype determines the format,
+                including FP8 formats (`jaxattn.mla.LatentFormat`).
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
-            kv_scale: of a float8_e4m3fn cache.
-            parallel: the layout of the GPUs that have a part of each row's pages, inside
-                `jax.shard_map`; `block_tables` are then stripes
+            kv_scale: required for a float8_e4m3fn cache.
+            parallel: the layout of GPUs that each store a part of each row's pages, inside
+                `jax.shard_map`. `block_tables` are then stripes
                 (`jaxattn.parallel.ContextParallelPages`).
 
         Returns:
-            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
-            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. A traced row
+            whose length exceeds its table cannot be rejected: its output is NaN, and the row writes
+            nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
@@ -220,15 +221,15 @@ class MultiHeadLatentAttention(LatentProjections):
         implementation: Implementation | None = None,
         **of_prompts: Any,
     ) -> tuple[Any, ...]:
-        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
-        projected at once.
+        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
+        product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
             lines: which tokens each row has.
-            seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            seq_lens, query_lens: lengths of the rows of the lines, as in `prefill`.
             rows: the keywords of `decode`; None if there are no other rows.
-            of_prompts: what other kinds of layers want to know of the prompts' rows.
+            of_prompts: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
             (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
@@ -323,35 +324,35 @@ class MultiHeadLatentAttention(LatentProjections):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """The next S tokens of each row, in absorbed form over the paged latent cache.
+        """Decodes the next S tokens of each row over the paged latent cache, with absorbed weights.
 
         Args:
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
-                included (`jaxattn.mla.LatentFormat`).
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; the dtype determines the format,
+                including FP8 formats (`jaxattn.mla.LatentFormat`).
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
-            kv_scale: of a float8_e4m3fn cache.
+            kv_scale: required for a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
-            rotation: likewise `decode_rotation` of these `seq_lens`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
-            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
-                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
-                of all those GPUs meet.
+            rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
+            weights: `packed_weights()`, made once when the model is loaded, or the stack of all
+                layers, which `layer` indexes. None packs the weights in this call.
+            spread: a `ContextParallelPages`, inside `jax.shard_map`, if several GPUs each store a
+                part of each row's pages. `block_tables` are then its `places`, `schedule` is the
+                schedule of its `lens`, and the op combines the heads of all these GPUs.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
-                `spread`, of B * S rows of one token.
+                `spread`, for B * S rows of one token.
 
         Returns:
-            (float32 [B, S, hidden], the cache with the new latents, the arena or None;
-            and the mailbox of a `spread` that has one).
-            The output at padding is exactly 0, and padding writes nothing. That of a traced row
-            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, S, hidden], the cache with the new latents, the arena or None; and the
+            mailbox of a `spread` that has one). The output at padding is exactly 0, and padding
+            writes nothing. A traced row whose length exceeds its table cannot be rejected: its
+            output is NaN, and the row writes nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
-            Refusal: the named implementation refuses, and says why.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
+            Refusal: the requested implementation does not support the call; the message says why.
         """
         if self.g_proj is not None:  # which reads x too
             x = tokens_of(x)

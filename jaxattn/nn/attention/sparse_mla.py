@@ -31,23 +31,23 @@ type Rows = tuple[Any, Any, Any]
 
 
 class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
-    """MLA of which each query attends to `top_k` tokens; a DeepSeek-V3.2 layer without its norm.
+    """MLA whose queries attend to `top_k` tokens each; a DeepSeek-V3.2 layer without its pre-norm.
 
-    Differentiable in whole sequences, where attention runs in plain JAX. The choice has no
-    gradient, and so the indexer has none.
+    Differentiable over whole sequences, for which attention runs in plain JAX. The choice of tokens
+    has no gradient, so the indexer gets no gradient.
 
     Parameters: those of `MultiHeadLatentAttention`, `indexer`, a `TokenIndexer`, and with `sinks`
     sinks float32 [H].
 
     Args:
-        q_lora_rank: of the queries, which the indexer reads too.
-        top_k: tokens that a query attends to, of those that it sees.
-        index_heads: of the indexer; 0 is a layer without one, which takes `indices`.
-        index_head_dim: of its queries and keys.
-        index_interleaved: the layout of its rotated dims: GLM-5 has pairs side by side,
-            DeepSeek-V3.2 has halves.
-        sinks: each head has a logit without a value in its softmax.
-        options: of `MultiHeadLatentAttention`.
+        q_lora_rank: the rank of the compressed queries, which the indexer also uses.
+        top_k: the number of visible tokens that a query attends to.
+        index_heads: heads of the indexer; 0 is a layer without an indexer, which needs `indices`.
+        index_head_dim: head dim of the indexer's queries and keys.
+        index_interleaved: the layout of the indexer's rotated dims: True pairs neighboring dims
+            (GLM-5), False pairs halves (DeepSeek-V3.2).
+        sinks: the softmax of each head includes a logit without a value.
+        options: options of `MultiHeadLatentAttention`.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -97,8 +97,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         """Attention over whole sequences; see `MultiHeadLatentAttention`.
 
         Args:
-            indices: places in the row that each token attends to (`choose`). A layer without an
-                indexer needs them; another has its own.
+            indices: positions in the row that each token attends to (`choose`). A layer without an
+                indexer needs `indices`; a layer with an indexer computes them.
         """
         return self._whole(x, segment_ids, cu_seqlens, positions, indices=indices)
 
@@ -110,7 +110,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         cu_seqlens: Int[Array, " n+1"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Int[Array, "B T K"]:
-        """The places in the row that each token of whole sequences attends to."""
+        """The positions in the row that each token of whole sequences attends to."""
         x, _, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
         return self._choose_whole(x, compressed, positions, bounds)
@@ -188,7 +188,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
-            indices: of a layer without an indexer, the choice of a layer before it.
+            indices: for a layer without an indexer, the choice of an earlier layer.
 
         Returns:
             (float32 [B, T, hidden], the cache, the pages of keys, the choice).
@@ -225,12 +225,12 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """Pieces of prompts in lines and a token of each of other rows, as in
+        """Pieces of prompts in lines, and one token of each decoding row, as in
         `MultiHeadLatentAttention`.
 
         Args:
             index: the pages of the indexer's keys.
-            indices: of a layer without an indexer, the choices [L, T, K] and [R, 1, K].
+            indices: for a layer without an indexer, the choices [L, T, K] and [R, 1, K].
 
         Returns:
             (float32 [1, N, hidden], the cache, the pages of keys, the choices, and what follows the
@@ -304,14 +304,15 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """The next S tokens of each row, as in `MultiHeadLatentAttention`.
+        """Decodes the next S tokens of each row, as in `MultiHeadLatentAttention`.
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
-            indices: of a layer without an indexer, the choice of a layer before it: positions in
-                the row, whichever GPU has them.
+            indices: for a layer without an indexer, the choice of an earlier layer: positions in
+                the row, on any GPU.
             batch_invariant: see `mla_sparse_decode`.
-            spread: of pages that several GPUs have a part of each. Not with sinks.
+            spread: a `ContextParallelPages`, if several GPUs each store a part of each row's pages.
+                Not with sinks.
 
         Returns:
             (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None;

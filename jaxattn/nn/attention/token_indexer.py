@@ -28,7 +28,7 @@ class IndexPages(NamedTuple):
 
     Attributes:
         cache: [L, N, C, D], or [N, C, D] of one layer.
-        scale: of a float8_e4m3fn cache.
+        scale: the scales of a float8_e4m3fn cache.
     """
 
     cache: Array

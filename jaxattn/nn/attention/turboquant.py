@@ -19,15 +19,16 @@ from jaxattn.parallel import ALONE, ContextParallelPages, Parallel
 class TurboQuantAttention(GroupedQueryAttention):
     """`GroupedQueryAttention`, with its parameters, over a TurboQuant cache.
 
-    New tokens are written first and read back with all others. So a prompt sees the same keys and
-    values in one chunk or in several, and decoding the same as both. Training sees exact ones.
+    The layer first writes new tokens to the cache, and then reads them back with all others. A
+    prompt therefore sees the same keys and values in one chunk, in several chunks, and in decode
+    steps. Training uses the unquantized keys and values.
 
     Args:
-        preset: of the cache, see `gqa.TurboFormat`.
-        sizes, options: of `GroupedQueryAttention`.
+        preset: preset of the cache; see `gqa.TurboFormat`.
+        sizes, options: arguments of `GroupedQueryAttention`.
 
     Raises:
-        ValueError: a size does not fit, or the preset has no such head dim.
+        ValueError: a size is wrong, or the preset does not support the head dim.
     """
 
     def __init__(self, preset: str, *sizes: int, rngs: nnx.Rngs, **options: Any):
@@ -49,7 +50,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         """As `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
-            ValueError: `parallel` has GPUs with a part of each row's pages, among others.
+            ValueError: among others, `parallel` divides the pages of a row.
         """
         if parallel.context > 1:
             raise ValueError(
@@ -81,7 +82,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         """As `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
-            ValueError: there is a `spread`, among others.
+            ValueError: among others, `spread` is given.
         """
         if spread is not None:
             raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")

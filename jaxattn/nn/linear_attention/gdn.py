@@ -36,7 +36,7 @@ class GatedDeltaNet(DeltaLayer):
 
     Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
         in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
-            checkpoints interleave them per key head: reorder on loading)
+            checkpoints interleave them per key head; reorder them when you load the model)
         in_proj_ba [hidden, 2 * Hv]: columns b | a
         conv1d [Dc, W]: causal and depthwise, over q, k and v
         A_log, dt_bias float32 [Hv]   norm [Dv]   out_proj [Hv * Dv, hidden]
@@ -48,7 +48,7 @@ class GatedDeltaNet(DeltaLayer):
             dtype.
         param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
         out_init_scale: scale of the initial out_proj, for deep residual stacks.
-        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        fp8: the names of the linears whose weights are FP8; see `Fp8Linear`.
 
     Raises:
         ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
@@ -119,7 +119,7 @@ class GatedDeltaNet(DeltaLayer):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
-        """The next S tokens of each row; the states in its slot are updated in place.
+        """Decodes the next S tokens of each row, and updates the states in its slot in place.
 
         Args:
             conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc].
@@ -127,8 +127,8 @@ class GatedDeltaNet(DeltaLayer):
             state_indices: -1 is a padding row.
             write_indices: the slots that are written, if not those that were read, [B] or [B, S];
                 see `gated_delta_net_decode`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
+            weights: `packed_weights()`, made once when the model is loaded, or the stack of all
+                layers, which `layer` indexes. None packs the weights in this call.
 
         Returns:
             (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
@@ -177,7 +177,7 @@ class GatedDeltaNet(DeltaLayer):
         )
 
     def packed_weights(self) -> Float[Array, "*L P"]:
-        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        """The small weights of one layer or of a stack of layers, as decode reads them."""
         return pack_gdn_weights(
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )

@@ -40,9 +40,9 @@ class KimiDeltaAttention(DeltaLayer):
     The gates (`jaxattn.kda.kda_gates`) are float32, and so is the state.
 
     Args:
-        gate_rank: of the projections to decays and output gate (Kimi-Linear: D); None projects
+        gate_rank: rank of the projections to decays and output gate (Kimi-Linear: D); None projects
             directly (Ling-3.0).
-        lower_bound: of the log decays (Ling-3.0: -5); None is Kimi's gate.
+        lower_bound: lower bound of the log decays (Ling-3.0: -5); None is Kimi's gate.
         dtype: the operands of every matrix product (sums are float32), and the convolution state's
             dtype.
         param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
@@ -112,7 +112,7 @@ class KimiDeltaAttention(DeltaLayer):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Array, Arena | None]:
-        """The next S tokens of each row; the states in its slot are updated in place.
+        """Decodes the next S tokens of each row, and updates the states in its slot in place.
 
         Args:
             conv_state: [L, Z, W - 1, 3 H D] with `layer`, or [Z, W - 1, 3 H D].
@@ -120,8 +120,8 @@ class KimiDeltaAttention(DeltaLayer):
             state_indices: -1 is a padding row.
             write_indices: the slots that are written, if not those that were read, [B] or [B, S];
                 see `jaxattn.kda.kimi_delta_attention_decode`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
+            weights: `packed_weights()`, made once when the model is loaded, or the stack of all
+                layers, which `layer` indexes. None packs the weights in this call.
 
         Returns:
             (float32 [B, S, hidden], conv_state, ssm_state, the arena or None).
@@ -170,7 +170,7 @@ class KimiDeltaAttention(DeltaLayer):
         )
 
     def packed_weights(self) -> Float[Array, "*L P"]:
-        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        """The small weights of one layer or of a stack of layers, as decode reads them."""
         return kda.pack_kda_weights(
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )

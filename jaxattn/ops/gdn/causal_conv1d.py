@@ -52,15 +52,16 @@ def causal_conv1d(
     x's dtype. Differentiable.
 
     Args:
-        x: the channels, q, k and v side by side.
+        x: the channels of q, k and v, concatenated.
         weight: PyTorch's depthwise `[Dc, 1, W]` without its middle dimension; the last tap is the
             token itself.
         bias: per channel.
         activation: "silu" or None.
         initial_state: the W - 1 inputs before each sequence, oldest first; zeros if None.
             n is B, or with cu_seqlens the number of sequences.
-        output_final_state: also return the last W - 1 inputs, in initial_state's dtype (x's
-            without one). A zero-length sequence returns its initial state bit for bit.
+        output_final_state: also return the last W - 1 inputs, in initial_state's dtype, or in x's
+            dtype if initial_state is None. A zero-length sequence returns its initial state bit for
+            bit.
         cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. Tokens
             past the last offset are padding: they may hold NaN and their y is 0.
 
@@ -68,7 +69,7 @@ def causal_conv1d(
         `(y, final_state)`; final_state is None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
 
     Source: FLA's and vLLM's causal_conv1d (W - 1 states, as vLLM stores them).
@@ -229,7 +230,7 @@ def causal_conv1d_update(
         `(y, conv_state)`.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
     """
     op = "causal_conv1d_update"

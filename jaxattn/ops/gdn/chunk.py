@@ -48,13 +48,14 @@ def chunk_gated_delta_rule(
     """Gated delta rule over whole sequences, in matmuls over chunks of tokens.
 
     Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
-    raise TypeError. `recurrent_gated_delta_rule` has both.
+    raise TypeError. `recurrent_gated_delta_rule` supports both modes.
 
     Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
 
     Args:
         q, k, v: one dtype, float32, bfloat16 or float16.
-        g: log decay, <= 0, float32. Any strength: -1000 or -inf clears the state.
+        g: log decay, <= 0, float32. Values may be arbitrarily small: -1000 or -inf clears the
+            state.
         beta: writing strength after the sigmoid; float32 keeps its precision.
         scale: factor on the output, a Python number, Dk**-0.5 if None.
         initial_state: float32, value-first; zeros if None. n is B, or with cu_seqlens the number
@@ -65,32 +66,34 @@ def chunk_gated_delta_rule(
             zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
             are padding: they may hold NaN and their output is 0.
         chunk_size: tokens per chunk, a power of two from 16 to 128.
-        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        split_tokens: tokens, a multiple of chunk_size, that one block of the kernel takes of a long
-            sequence; the pieces are joined by their exact transitions. None chooses from T, n and
-            Hv alone. 0 never splits, and as with any fixed number a sequence's bits then do not
-            depend on what it is packed with. "xla" never splits.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
-            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest.
+        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        split_tokens: the number of tokens, a multiple of chunk_size, that one block of the kernel
+            processes of a long sequence. The kernel joins the parts by their exact transitions.
+            With None, the op chooses from T, n and Hv. 0 never splits. With 0 or any fixed number,
+            a sequence's bits do not depend on the other packed sequences. "xla" never splits.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
+            only Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands.
 
-    Where the kernel runs forward, kernels compute the gradient too, and take float16 as bfloat16.
-    They keep two bfloat16 states per chunk and head, [Dv, Dk]: of the state and of its gradient.
-    In bfloat16, where each sequence is a multiple of 64 tokens and cu_seqlens is concrete or None,
-    the forward pass keeps 14 KiB per chunk and head, and the backward pass reuses them. "xla" keeps
-    one float32 state per chunk and head. Apart from these, both recompute the forward pass from
-    the arguments, and what else they keep grows as T x (Dk + Dv + chunk_size) per head.
+    If the kernel runs the forward pass, kernels also compute the gradient, and convert float16 to
+    bfloat16. They store two bfloat16 arrays [Dv, Dk] per chunk and head: the state and its
+    gradient. In bfloat16, if each sequence is a multiple of 64 tokens and cu_seqlens is concrete or
+    None, the forward pass also stores 14 KiB per chunk and head for the backward pass. "xla" stores
+    one float32 state per chunk and head. Both implementations recompute the rest of the forward
+    pass from the arguments. Their other temporary memory grows as T x (Dk + Dv + chunk_size) per
+    head.
 
-    Without cu_seqlens, a token with k = 0 or beta = 0, and g = 0, leaves the state as it is, to a
-    float32's rounding where the kernel splits: rows of different lengths can be padded with it.
+    Without cu_seqlens, a token with g = 0, and with k = 0 or beta = 0, leaves the state unchanged
+    (up to float32 rounding if the kernel splits). You can pad rows of different lengths with such
+    tokens.
 
     Returns:
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, its dtype does not fit, or a size is no integer; or it
-            is differentiated in forward mode.
+        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer; or
+            the op is differentiated in forward mode.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     return chunk_rule(
         "chunk_gated_delta_rule",

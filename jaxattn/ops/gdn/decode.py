@@ -51,25 +51,26 @@ def gated_delta_rule_decode(
 ) -> tuple[Any, ...]:
     """S more tokens of each row, with the state read from and written to a pool.
 
-    `jaxattn.gdn.gated_delta_net_decode` is the same with a layer's convolution, gates and
-    gated norm in one kernel; this is for models that have other ones.
+    `jaxattn.gdn.gated_delta_net_decode` also computes a layer's convolution, gates and gated norm
+    in the same kernel. Use this op for models with a different convolution, gate or norm.
 
     Args:
         q, k, v: one dtype. The recurrence itself is float32.
         a, b: inputs of `gdn_gates`, any float dtype.
         state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
-            it to update it in place. It is rounded when it is stored, not between the S tokens.
-        state_indices: each row's slot; -1 is a padding row, whose o is exactly 0 and for which
-            nothing is read or written. Slots in use must differ.
+            the state to update it in place. The op rounds the state when it stores it, not between
+            the S tokens.
+        state_indices: each row's slot; -1 marks a padding row: its o is exactly 0, and the op
+            neither reads nor writes a slot. Slots in use must differ.
         A_log, dt_bias: per value head; kept in float32.
         write_indices: the slots that are written, if not those that were read. `[B]` takes the
-            state after the row's last token, `[B, S]` the state after each token; -1 keeps nothing.
-            A speculative decoder that accepts n of S tokens goes on from
+            state after the row's last token, `[B, S]` the state after each token; -1 stores
+            nothing. A speculative decoder that accepts n of S tokens continues from
             `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
             it writes.
         layer: index into the stack, a Python int or traced.
         scale: factor on the output, Dk**-0.5 if None.
-        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
         arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
             next op that uses the arena.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
@@ -78,9 +79,9 @@ def gated_delta_rule_decode(
         `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "gated_delta_rule_decode"
     q, k, v, a, b = floats(op, q=q, k=k, v=v, a=a, b=b)

@@ -43,11 +43,12 @@ def pack_gdn_weights(
     """A layer's small weights as `gated_delta_net_decode` reads them, float32.
 
     P is `2 Hv + Dv + W Dc`: A_log, dt_bias, the norm's weight, and the convolution's taps with the
-    oldest first. Pack a stack of layers once, on loading: the op indexes it, and nothing is copied
-    out of it in a loop over layers.
+    oldest first. Pack a stack of layers once, when you load the model. The op indexes the stack, so
+    a loop over layers copies nothing.
 
     Raises:
-        TypeError, ValueError: one is no array, or does not fit the others; it is named.
+        TypeError, ValueError: a weight is not an array, or its shape does not match the others; the
+            message names the weight.
     """
     op = "pack_gdn_weights"
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
@@ -106,19 +107,20 @@ def gated_delta_net_decode(
         state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
             both pools to update them in place. A state is rounded when it is stored, not between
             the S tokens.
-        state_indices: each row's slot in both pools; -1 is a padding row, whose y is exactly 0 and
-            for which nothing is read or written. Slots in use must differ.
+        state_indices: each row's slot in both pools; -1 marks a padding row: its y is exactly 0,
+            and the op neither reads nor writes a slot. Slots in use must differ.
         write_indices: the slots of both pools that are written, if not those that were read. `[B]`
-            takes the states after the row's last token, `[B, S]` those after each token; -1 keeps
-            nothing. A speculative decoder that accepts n of S tokens goes on from
+            takes the states after the row's last token, `[B, S]` those after each token; -1 stores
+            nothing. A speculative decoder that accepts n of S tokens continues from
             `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
             it writes.
-        layer: index into the stacks, a Python int or traced, or where it is in a repeated pattern.
-            A traced one outside of them changes no pool, and y says nothing.
+        layer: index into the stacks, a Python int or traced, or the layer's position in a repeated
+            pattern. A traced index outside of the stacks changes no pool, and y is then
+            meaningless.
         scale: factor on the delta rule's output, Dk**-0.5 if None.
-        eps: of the norm over Dv.
-        halves: of `b | a` the columns 2 Hv behind are added, as products of two parts of weights
-            leave them.
+        eps: epsilon of the norm over Dv.
+        halves: adds to each column of `b | a` the column 2 Hv positions later. Use this option if
+            ba holds the products of two parts of the weights.
         arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the
             next op that uses the arena.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
@@ -128,12 +130,13 @@ def gated_delta_net_decode(
         dtype.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the named implementation refuses; the message says why. The kernel has
-            Dk = Dv = 128, W = 4, up to 8 tokens per row and 65,535 rows; "xla" has no such limits.
+        Refusal: the requested implementation does not support the call; the message says why. The
+            kernel supports Dk = Dv = 128, W = 4, up to 8 tokens per row and 65,535 rows; "xla" has
+            no such limits.
 
-    Source: Qwen3-Next's layer; the slots per token are vLLM's for speculative decoding.
+    Source: Qwen3-Next's layer. The slots per token follow vLLM's speculative decoding.
     """
     op = "gated_delta_net_decode"
     qkvz, ba, weights, conv_state, state = floats(

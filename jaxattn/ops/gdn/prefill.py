@@ -74,38 +74,38 @@ def gated_delta_rule_prefill(
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
     """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
 
-    Differentiable in reverse mode only, and only by "xla".
+    Differentiable in reverse mode only, and only with "xla".
 
     Args:
         q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in
             `chunk_gated_delta_rule`; n is B, or with cu_seqlens the number of sequences.
         state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
-            it to update it in place. States are rounded when they are stored, not in between.
-        state_indices: the slot that each sequence starts from; -1 is a padding sequence, whose o
-            is exactly 0 and for which nothing is read or written. A sequence without a token
-            reads and writes nothing either.
+            the state to update it in place. The op rounds states only when it stores them.
+        state_indices: the slot that each sequence starts from; -1 marks a padding sequence: its o
+            is exactly 0, and the op neither reads nor writes a slot. The same holds for a sequence
+            without tokens.
         write_indices: the slots that take the states after the last tokens, if not those that were
-            read; -1 keeps nothing. Several sequences may then start from one slot, a shared
-            prefix's. A written slot may be named only once, and read by its own sequence only.
+            read; -1 stores nothing. Several sequences may start from the slot of a shared prefix. A
+            written slot must occur only once, and only its own sequence may read it.
         has_initial_state: False for a sequence that starts from zeros, whatever its slot holds;
             all start from their slots if None.
         layer: index into the stack, a Python int or traced.
-        checkpoints: the slots that keep states on the way, for a cache of prefixes.
-        use_qk_l2norm: normalise q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        output_norm: the gated norm of o. The kernel does it on the way out where more than 66
-            states are worked on at once and the gate has v's dtype; elsewhere XLA does.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has
-            Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and refuses the rest. It
-            is not differentiable.
+        checkpoints: the slots that store intermediate states, for a prefix cache.
+        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        output_norm: the gated norm of o. The kernel computes this norm if it processes more than 66
+            states concurrently and the gate has v's dtype; otherwise XLA computes it.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
+            only Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and is not
+            differentiable.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is no array, its dtype does not fit, or a size is no integer.
+        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer.
         ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
             slots leave the pool or collide.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     return prefill_rule(
         "gated_delta_rule_prefill",

@@ -22,19 +22,18 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpiloguePa
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Slots that take each sequence's state after every so many tokens.
+    """Slots that store each sequence's state after every `tokens` tokens.
 
-    They are states of the recurrence alone. That of a convolution before it is its last W - 1
-    inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
-    `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
+    The slots store only states of the recurrence. For a checkpoint before token `end`, the state of
+    the convolution is its last W - 1 inputs, which the caller has: `x[:, end - (W - 1) : end]` of
+    the argument `x` of `causal_conv1d`.
 
     Attributes:
-        slots: `slots[i, j]` takes sequence i's state after `(j + 1) * tokens` tokens; -1 keeps
-            nothing, and what lies past a sequence's end is ignored. The rules of `write_indices`
-            hold for both together.
-        tokens: a multiple of chunk_size, counted from each sequence's first token of the call: a
-            prompt that comes in parts has its checkpoints where it wants them if the parts are
-            multiples of it too.
+        slots: `slots[i, j]` stores sequence i's state after `(j + 1) * tokens` tokens. -1 stores
+            nothing, and the op ignores entries after a sequence's end. The rules of `write_indices`
+            apply to these slots and `write_indices` together.
+        tokens: a multiple of chunk_size, counted from each sequence's first token in the call. If
+            you pass a prompt in parts, use parts whose lengths are also multiples of `tokens`.
     """
 
     slots: Int[Array, "n M"]
@@ -46,12 +45,12 @@ class Checkpoints:
 class OutputNorm:
     """`o / rms(o) * weight * silu(z)` over Dv, in float32: Qwen3-Next's convention.
 
-    Kimi's rule, `jaxattn.kda`, has sigmoid(z) in place of silu(z).
+    Kimi's rule, `jaxattn.kda`, uses sigmoid(z) instead of silu(z).
 
     Attributes:
-        gate: z is in its last Hv * Dv columns, head after head. The packed projection q | k | v | z
-            serves as it is, N = Dc + Hv * Dv.
-        weight: of the norm.
+        gate: z is in the last Hv * Dv columns, head after head. You can pass the packed projection
+            q | k | v | z, with N = Dc + Hv * Dv.
+        weight: weight of the norm.
         eps: added to the mean square.
     """
 

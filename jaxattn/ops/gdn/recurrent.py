@@ -28,10 +28,11 @@ def gdn_gates(
 ) -> tuple[Float[Array, "*B Hv"], Float[Array, "*B Hv"]]:
     """Log decay `g = -exp(A_log) * softplus(a + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
-    Both stay float32: beta rounded to bfloat16 is a known source of drift. Qwen3-Next's gates.
+    Both stay in float32, because rounding beta to bfloat16 is a known source of drift. Source:
+    Qwen3-Next's gates.
 
     Raises:
-        TypeError, ValueError: an argument is no array, or its shape or dtype does not fit.
+        TypeError, ValueError: an argument is not an array, or has a wrong shape or dtype.
     """
     op = "gdn_gates"
     a, b, A_log, dt_bias = floats(op, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
@@ -66,10 +67,9 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
     """`chunk_gated_delta_rule` one token at a time, in float32: the definition of the rule.
 
-    For a few tokens, and to compare with. Arguments, results and errors are those of
-    `chunk_gated_delta_rule`; `scale` may be traced. Differentiable in both modes; in reverse at the
-    cost of one saved state per token. It has no kernel: "mosaic_gpu" is
-    refused, as by an op whose kernel does not serve.
+    Use this op for a few tokens, and as a reference. Arguments, results and errors are those of
+    `chunk_gated_delta_rule`; `scale` may be traced. Differentiable in both modes; reverse mode
+    saves one state per token. The op has no kernel, so "mosaic_gpu" raises Refusal.
     """
     return recurrent_rule(
         "recurrent_gated_delta_rule",

@@ -26,15 +26,16 @@ def pack_gqa_weights(
 ) -> Float[Array, "*L W"]:
     """A layer's norm weights as `gqa_append` reads them, float32, W = 2 max(D, 128).
 
-    Heads of fewer than 128 dims are taken several at a time, and so their weights are repeated.
-    Pack a stack of layers once, on loading: the op indexes it, and nothing is copied out of it in a
-    loop over layers.
+    The kernel processes several heads of fewer than 128 dims at a time, so the op repeats their
+    weights. Pack a stack of layers once, when you load the model. The op indexes the stack, so a
+    loop over layers copies nothing.
 
     Args:
-        zero_centered: the weights are w of 1 + w, as checkpoints of Qwen3-Next store them.
+        zero_centered: the norm multiplies by 1 + weight, as in checkpoints of Qwen3-Next.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
+            argument.
     """
     arguments = OpArguments("pack_gqa_weights")
     axes = " ".join("LMNK"[: max(getattr(q_norm, "ndim", 1) - 1, 0)]) + " D"
@@ -139,38 +140,39 @@ def gqa_append(
     """Norms and rotates each row's new queries and keys, and caches keys and values.
 
     Args:
-        q: the projection's queries, not normed and not rotated; E is D, or 2 D where each head's
-            gate follows its queries, of which only these are read.
+        q: the projection's queries, not normed and not rotated. E is D, or 2 D if each head's gate
+            follows its queries; without `gates` the op reads only the queries.
         k, v: the projections' keys and values.
-        weights: `pack_gqa_weights(...)` of this layer, or of a stack that `layer` indexes; None
-            where neither queries nor keys are normed.
+        weights: `pack_gqa_weights(...)` of this layer, or of a stack that `layer` indexes; None if
+            neither queries nor keys are normed.
         kv_cache: a stack with `layer`, or one layer's pages, of any dtype that `gqa_cache_write`
             writes; donate it to update it in place.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
             two rows may share a page that is written.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; for 0 nothing
-            is written.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; a row with 0
+            writes nothing.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S].
-        config: the first `config.dim` of D dims are rotated; its layout says which are a pair.
-        eps: of both norms.
-        dtype: of the queries that are returned; q's, if None.
+        config: the op rotates the first `config.dim` of D dims; `config.interleaved` determines the
+            pairs of dims.
+        eps: epsilon of both norms.
+        dtype: dtype of the returned queries; q's dtype, if None.
         query_lens: int32 new tokens of each row, the first of its S; S, if None.
         kv_scale: for a float8_e4m3fn cache, as for `gqa_cache_write`.
         layer: index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
-        gates: whether the heads' gates are returned too, in one array of their own. E is 2 D.
+        gates: whether the op also returns the heads' gates, in a separate array. E is then 2 D.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
-            has D 64, 128 and 256, even H and Hk where D is 64, and a cache of bfloat16, float16 or
-            FP8.
+            supports D 64, 128 and 256, with even H and Hk if D is 64, and a cache in bfloat16,
+            float16 or FP8.
 
     Returns:
         (queries [B, S, H, D], the cache), and with `gates` the gates [B, S, H, D] in q's dtype. A
-        row with seq_lens 0 writes nothing, nor does a traced one that `gqa_cache_write` would not
-        write; its queries are normed like any other's.
+        row with seq_lens 0 writes nothing. The same holds for a traced row that `gqa_cache_write`
+        would not write. The op norms the queries of these rows too.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "gqa_append"
     arguments = OpArguments(op)

@@ -99,30 +99,31 @@ def gqa_cache_write(
     layer: Array | int | StackedLayer | None = None,
     kv_scale: Array | float | None = None,
 ) -> Array:
-    """The cache with the new tokens' keys and values written; in place, where it is donated.
+    """The cache with the new tokens' keys and values written, in place if the cache is donated.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
     with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
     page that is written.
 
-    Concrete tables and lengths are checked. Traced ones cannot be: nothing is then written for a
-    row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor where the
-    table names no page from 0 to N - 1. Where two tokens fall into one place, either may win.
+    The op checks concrete tables and lengths, and cannot check traced ones. With traced ones,
+    nothing is written for a row whose seq_lens is negative or beyond M * C, or whose query_lens is
+    beyond S. Nothing is written to pages outside of 0 to N - 1. If two tokens have one position,
+    either may win.
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages.
-        k, v: of the new tokens, keys normed and rotated; cast to the cache's dtype. Finite numbers
-            saturate in FP8, and Inf is NaN there.
+        k, v: keys and values of the new tokens, with normed and rotated keys. The op casts both to
+            the cache's dtype. In FP8, finite numbers saturate, and Inf becomes NaN.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
-        kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
-            [2] or [2, Hk]. k / kv_scale[0] and v / kv_scale[1] are stored.
+        kv_scale: required for a float8_e4m3fn cache: positive, a Python number, float32 [2] or [2,
+            Hk]. k / kv_scale[0] and v / kv_scale[1] are stored.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
     """
     arguments = OpArguments("gqa_cache_write")
     k = arguments.check("k", k, "B S Hk D")

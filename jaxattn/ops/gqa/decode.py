@@ -97,54 +97,58 @@ def gqa_decode(
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to its cached keys and values.
 
-    Query head h reads key-value head h // (H // Hk). The S tokens are in the cache already
-    (`gqa_cache_write`). Token s sees the positions up to its own, seq_lens - S + s: causal from the
-    bottom right. Rows with fewer new tokens give them first and say how many in `query_lens`, which
-    then stands for S.
+    Query head h uses key-value head h // (H // Hk). The cache already contains the S tokens
+    (`gqa_cache_write`). Token s sees the positions up to its own, seq_lens - S + s (a causal mask
+    that is aligned at the bottom right). A row with fewer new tokens has them first, and passes
+    their number in `query_lens`, which then replaces S.
 
-    Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
-    position would be negative, give exactly 0 and lse -inf, with sinks as well. Under `jax.jit`,
-    where lengths cannot be refused, so does a row whose seq_lens is negative or beyond M * C, or
-    whose query_lens is beyond S. Entries of `block_tables` past a row's length, or left of its
-    window, may hold anything and so may the cache outside of the tokens that a row sees, NaN
-    included. A NaN that a row does see stays in that row (in any of its S tokens) and is not
-    hidden.
+    Padding: the output is exactly 0 and the LSE -inf, also with sinks, for a row with seq_lens 0,
+    for a token s >= query_lens, and for a token with a negative position. Under `jax.jit` the op
+    cannot reject lengths. A row whose seq_lens is negative or beyond M * C, or whose query_lens is
+    beyond S, is then padding too.
+
+    Uninitialized memory: entries of `block_tables` after a row's length, or before its window, may
+    hold anything. The cache may hold anything, including NaN, in places that no row sees. A NaN in
+    a place that a row sees stays in that row, in any of its S tokens, and is not hidden.
 
     Args:
         q: queries, normed and rotated.
-        kv_cache: keys and values by page; a stack of layers with `layer`, or one layer's.
+        kv_cache: keys and values by page; a stack of layers with `layer`, or one layer's pages.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
         scale: factor of the scores; D**-0.5, if None.
-        kv_scale: for a float8_e4m3fn cache, and needed there: positive, a Python number, float32
-            [2] (keys, values) or [2, Hk]. The stored numbers times it are keys and values.
+        kv_scale: required for a float8_e4m3fn cache: positive, a Python number, float32 [2] (keys,
+            values) or [2, Hk]. The stored numbers times kv_scale are the keys and values.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
-        window: keys that a token sees, its own included, as Hugging Face counts them; None is all.
+        window: the number of keys that a token sees, including its own, as in transformers; None is
+            all.
         sinks: float32, a logit of each head that takes part in the softmax once and has no value
             (gpt-oss); neither `scale` nor `soft_cap` changes it.
-        soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores as they are.
+        soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores unchanged.
         gate: the output is multiplied by sigmoid(gate), in float32. Kernels round the gate to q's
             dtype first.
         schedule: `decode_schedule` of these `seq_lens`, shapes and window. A row whose length
-            differs from the schedule's gives NaN, in its LSE too. The layers of a step share it,
-            one call after another: calls count in its `arrived`. Without it each call makes one, in
-            one or two dozen small kernels. XLA checks it, and does not read it.
-        arena: where the kernel's output goes, region "out" of `scratch`; `out` is then a view of
-            it, good until the arena is written again. It comes back as it was where XLA runs.
+            differs from the length in the schedule gets NaN as its output and LSE. The layers of a
+            step share a schedule, and run one after another, because each call counts in its
+            `arrived`. Without a schedule, each call computes one, in 12 to 24 small kernels. XLA
+            only checks the schedule.
+        arena: scratch for the kernel's output, region "out" of `scratch`. `out` is then a view of
+            the arena, which is valid until the next write to the arena. XLA returns the arena
+            unchanged.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable. The
-            kernel has D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, q of bfloat16 or
-            float16, and a cache of q's dtype or FP8, whose numbers it widens in registers.
+            kernel supports D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, q in bfloat16 or
+            float16, and a cache in q's dtype or in FP8, which the kernel dequantizes in registers.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
         included), and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")

@@ -64,21 +64,21 @@ def gqa_attention(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Causal attention of tokens to themselves, without a cache: for training.
 
-    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
-    The kernel's gradient is a kernel too. It has the same bits each time, keeps `out` and `lse`,
-    and holds dq in float32.
+    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
+    The kernel has a backward kernel, which gives the same bits in each run. The residuals include
+    `out` and `lse`, and dq is float32.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
-        lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
-            with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
-            it receives and causes no gradient.
-        segment_ids: int32, the sequence that each token is of. They must not decrease along a row,
-            and a token sees those of its own sequence alone. Tokens of id 0 or below at the end of
-            a row that begins with a higher id are padding, as in MaxText's packed rows. A traced
-            row that is not sorted has no valid tokens.
+        lengths: int32, valid tokens of each row, at most T (all, if None; none, if a traced length
+            exceeds T). The other tokens are padding: for any contents, their output is 0, their lse
+            is -inf, and they neither get nor cause a gradient.
+        segment_ids: int32, the id of each token's sequence. The ids must not decrease along a row,
+            and a token sees only tokens of its own sequence. If a row begins with an id of 1 or
+            higher, tokens at its end with an id of 0 or below are padding, as in MaxText's packed
+            rows. A traced row with unsorted ids has no valid tokens.
         cu_seqlens: int32 offsets of n sequences packed in one row (B = 1), starting at 0, instead
-            of lengths and segment_ids. Tokens from the last one on are padding.
+            of lengths and segment_ids. Tokens from the last offset on are padding.
         scale, window, sinks, soft_cap, gate: as for `gqa_decode`.
         implementation: as for `gqa_prefill`.
 
@@ -86,8 +86,9 @@ def gqa_attention(
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
+            argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("gqa_attention")
     q, k, v = _check_new(arguments, q, k, v)
@@ -138,15 +139,16 @@ def gqa_prefill(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Attention of new tokens to themselves and to their row's cached prefix.
 
-    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
+    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
 
-    The prefix, positions below seq_lens - query_lens, is read from the cache a block of pages at a
-    time. The new tokens' keys and values come from `k` and `v`, so the cache may hold them already
-    or not. Give the cache that `gqa_cache_write` returned: XLA need not keep the one from before
-    the write then.
+    The op reads the prefix (positions below seq_lens - query_lens) from the cache, a block of pages
+    at a time. The new tokens' keys and values come from `k` and `v`, so the cache may or may not
+    contain them. Pass the cache that `gqa_cache_write` returned, so that XLA need not keep the
+    cache from before the write.
 
     Args:
-        q, k, v: of the new tokens, one dtype; queries and keys normed and rotated.
+        q, k, v: queries, keys and values of the new tokens, in one dtype, with normed and rotated
+            queries and keys.
         kv_cache: a stack with `layer`, or one layer's pages; read in q's dtype.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1; entries
             past it, or left of its window, are not read.
@@ -154,14 +156,14 @@ def gqa_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None is the best that
-            serves. The kernel has D 64, 128 and 256, and q, k and v of one dtype, bfloat16 or
-            float16. Of a cache of that dtype in pages of 16, 32, 64 or 128 tokens it needs no
-            memory beside its results. With fewer than 256 new tokens per row and several query
-            heads per key-value head it copies queries and output. Other caches are unpacked a
-            block of tokens at a time: 256 MiB or 1024 tokens of each row, whichever is more. Then
-            there is one result in float32 too. "xla" takes any shape, and holds
-            B * H * 512 * 1024 * 4 bytes of scores at most.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None for the best. The kernel
+            supports D 64, 128 and 256, and q, k and v in one dtype, bfloat16 or float16. If the
+            cache has this dtype and pages of 16, 32, 64 or 128 tokens, the kernel allocates only
+            its results. With fewer than 256 new tokens per row and several query heads per
+            key-value head, the kernel copies queries and output. The kernel unpacks other caches a
+            block of tokens at a time, in 256 MiB or 1024 tokens of each row, whichever is more. One
+            result is then also in float32. "xla" supports any shape, and allocates at most B * H *
+            512 * 1024 * 4 bytes of scores.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens
@@ -170,9 +172,9 @@ def gqa_prefill(
         beyond T.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("gqa_prefill")
     q, k, v = _check_new(arguments, q, k, v)

@@ -26,16 +26,16 @@ def chunk_kda(
     """Kimi's delta rule over whole sequences, in matmuls over chunks of tokens.
 
     Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
-    raise TypeError. `recurrent_kda` has both.
+    raise TypeError. `recurrent_kda` supports both modes.
 
-    Matmul operands have q's dtype, keys and queries times their decays among them. States, gates,
+    Matmul operands have q's dtype, including keys and queries times their decays. States, gates,
     their sums and the chunk's inverse are float32.
 
     Args:
         q, k, v: one dtype, float32, bfloat16 or float16. Value head h uses key head
             `h // (Hv // Hk)`; published models have Hv = Hk.
-        g: log decay of each channel of the key, <= 0, float32. Any strength: -1000 or -inf clears
-            the channel's part of the state, and 0 keeps it exactly.
+        g: log decay of each channel of the key, <= 0, float32. Values may be arbitrarily small:
+            -1000 or -inf clears the channel's part of the state, and 0 keeps this part exactly.
         beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size, use_qk_l2norm,
             split_tokens, implementation: as in `jaxattn.gdn.chunk_gated_delta_rule`.
 
@@ -43,10 +43,10 @@ def chunk_kda(
         `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
 
     Raises:
-        TypeError: an argument is no array, its dtype does not fit, or a size is no integer; or it
-            is differentiated in forward mode.
+        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer; or
+            the op is differentiated in forward mode.
         ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
 
     Source: Kimi Linear (2025), in the chunk form of Yang, Kautz, Hatamizadeh (2024).
     """

@@ -37,8 +37,8 @@ def kda_decode(
 ) -> tuple[Any, ...]:
     """S more tokens of each row, with the state read from and written to a pool.
 
-    `jaxattn.kda.kimi_delta_attention_decode` is the same with a layer's convolution, gates and
-    gated norm in one kernel; this is for models that have other ones.
+    `jaxattn.kda.kimi_delta_attention_decode` also computes a layer's convolution, gates and gated
+    norm in the same kernel. Use this op for models with a different convolution, gate or norm.
 
     Args:
         q, k, v: one dtype. The recurrence itself is float32.
@@ -50,9 +50,9 @@ def kda_decode(
         `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "kda_decode"
     q, k, v, f, b = floats(op, q=q, k=k, v=v, f=f, b=b)

@@ -23,7 +23,7 @@ def kda_gates(
             dt_bias))`, which stays above it (Ling-3.0, and FLA's safe gate).
 
     Raises:
-        TypeError, ValueError: an argument is no array, or its shape, dtype or value does not fit.
+        TypeError, ValueError: an argument is not an array, or has a wrong shape, dtype or value.
 
     Source: Kimi-Linear's and Ling-3.0's layers.
     """

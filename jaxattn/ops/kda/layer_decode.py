@@ -43,11 +43,12 @@ def pack_kda_weights(
     """A layer's small weights as `kimi_delta_attention_decode` reads them, float32.
 
     P is `H + H D + D + W 3 H D`: A_log, dt_bias, the norm's weight, and the convolution's taps with
-    the oldest first. Pack a stack of layers once, on loading: the op indexes it, and nothing is
-    copied out of it in a loop over layers.
+    the oldest first. Pack a stack of layers once, when you load the model. The op indexes the
+    stack, so a loop over layers copies nothing.
 
     Raises:
-        TypeError, ValueError: one is no array, or does not fit the others; it is named.
+        TypeError, ValueError: a weight is not an array, or its shape does not match the others; the
+            message names the weight.
     """
     op = "pack_kda_weights"
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
@@ -91,9 +92,9 @@ def kimi_delta_attention_decode(
 
     Args:
         qkv: the projections' columns q | k | v, head after head; float32, bfloat16 or float16.
-        f, b: inputs of `kda_gates`, head after head, any float dtype. The gates are float32.
-            Columns of b behind the heads' are not read.
-        gate: the norm's output is times sigmoid of it; any float dtype.
+        f, b: inputs of `kda_gates`, head after head, any float dtype. The gates are float32. The op
+            does not read columns of b after those of the heads.
+        gate: the norm's output is multiplied by sigmoid(gate); any float dtype.
         weights: `pack_kda_weights(...)` of this layer, or of a stack of layers, which `layer`
             indexes as well.
         conv_state: the last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, 3 H D]` or a
@@ -102,15 +103,15 @@ def kimi_delta_attention_decode(
         state, state_indices, write_indices, layer, arena, implementation: as in
             `jaxattn.gdn.gated_delta_net_decode`.
         scale: factor on the delta rule's output, D**-0.5 if None.
-        eps: of the norm over D.
+        eps: epsilon of the norm over D.
 
     Returns:
         `(y, conv_state, state)`, and the arena if one was given; y is `[B, S, H D]` in qkv's dtype.
 
     Raises:
-        TypeError: an argument is no array, or its dtype does not fit.
+        TypeError: an argument is not an array, or has a wrong dtype.
         ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: the requested implementation does not support the call; the message says why.
 
     Source: Kimi-Linear's layer.
     """

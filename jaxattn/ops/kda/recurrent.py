@@ -20,10 +20,10 @@ def recurrent_kda(
     use_qk_l2norm: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """`chunk_kda` one token at a time, in float32: the definition, and for a few tokens.
+    """`chunk_kda` one token at a time, in float32: the definition of the rule.
 
     Arguments, results and errors are those of `chunk_kda`; `scale` may be traced. Differentiable in
-    both modes; in reverse at the cost of one saved state per token. It has no kernel.
+    both modes; reverse mode saves one state per token. The op has no kernel.
     """
     return recurrent_rule(
         "recurrent_kda",

@@ -18,7 +18,7 @@ LEAST_ROWS = 8  # of a head's product on a GPU
 def absorb_query(
     q_nope: Float[Array, "B S H nope"], w_uk: Float[Array, "H nope R"]
 ) -> Float[Array, "B S H R"]:
-    """Queries of the latent: q_nope . (w_uk c) = (q_nope w_uk) . c. Returns q_nope's dtype."""
+    """Absorbed queries, in q_nope's dtype: q_nope . (w_uk c) = (q_nope w_uk) . c."""
     arguments = OpArguments("absorb_query")
     q_nope = arguments.check("q_nope", q_nope, "B S H nope")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
@@ -36,7 +36,7 @@ def absorb_query(
 def absorb_output(
     out: Float[Array, "B S H R"], w_uv: Float[Array, "H R Dv"]
 ) -> Float[Array, "B S H Dv"]:
-    """Each head's values from the latent that `mla_decode` returns, in its dtype."""
+    """Each head's values from the output of `mla_decode`, in the dtype of this output."""
     arguments = OpArguments("absorb_output")
     out = arguments.check("out", out, "B S H R")
     w_uv = arguments.check("w_uv", w_uv, "H R Dv")

@@ -25,11 +25,12 @@ def pack_mla_weights(
 ) -> Float[Array, "*L W"]:
     """A layer's norm weights as `mla_append` reads them, float32: [W = R + P + Q].
 
-    Ones stand at the P dims that are rotated and not normed. Pack a stack of layers once, on
-    loading: the op indexes it, and nothing is copied out of it in a loop over layers.
+    The P dims that are rotated and not normed have ones. Pack a stack of layers once, when you load
+    the model. The op indexes the stack, so a loop over layers copies nothing.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
+            argument.
     """
     arguments = OpArguments("pack_mla_weights")
     stack = " ".join("LMNK"[: max(getattr(kv_norm, "ndim", 1) - 1, 0)])
@@ -70,30 +71,30 @@ def mla_append(
         kv: kv_a_proj's output: R dims to norm, then P dims to rotate.
         q: q_a_proj's output, or None for a layer without `q_lora_rank`.
         weights: `pack_mla_weights(...)` of this layer, or of a stack that `layer` indexes.
-        kv_cache: of any format that `jaxattn.mla.mla_cache_write` writes; donate it to update it
-            in place.
+        kv_cache: a cache in any format that `jaxattn.mla.mla_cache_write` supports; donate it to
+            update it in place.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
             two rows may share a page that is written.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; for 0 nothing
-            is written.
+        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; a row with 0
+            writes nothing.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S].
-        config: P is `config.dim`; its layout says which dims are a pair.
-        eps: of both norms.
-        dtype: of the normed queries; kv's, if None.
+        config: P is `config.dim`; `config.interleaved` determines the pairs of dims.
+        eps: epsilon of both norms.
+        dtype: dtype of the normed queries; kv's dtype, if None.
         query_lens: int32 new tokens of each row, the first of its S; S, if None.
-        kv_scale: of a float8_e4m3fn cache.
+        kv_scale: required for a float8_e4m3fn cache.
         layer: index into the stacks, a Python int or a traced scalar.
         implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
 
     Returns:
-        (normed queries [B, S, Q] or None, the cache). A row with seq_lens 0 writes nothing, nor
-        does a traced one that `mla_cache_write` would not write; its queries are normed like any
-        other's.
+        (normed queries [B, S, Q] or None, the cache). A row with seq_lens 0 writes nothing. The
+        same holds for a traced row that `mla_cache_write` would not write. The op norms the queries
+        of these rows too.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "mla_append"
     arguments = OpArguments(op)

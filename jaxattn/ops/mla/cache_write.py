@@ -110,39 +110,42 @@ def mla_cache_write(
     rotation: Rotation | None = None,
     config: RopeConfig | None = None,
 ) -> Array:
-    """The cache with the new tokens' latents written; in place, where the cache is donated.
+    """The cache with the new tokens' latents written, in place if the cache is donated.
 
-    (Not a float8_e4m3fn cache on a CPU: jax 0.11.2 widens all of it there around the write.)
+    On a CPU the write of a float8_e4m3fn cache is not in place, because jax 0.11.2 converts the
+    whole cache around the write.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
     with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
     page that is written.
 
-    Concrete tables and lengths are checked. Traced ones cannot be: nothing is then written for a
-    row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor where the
-    table names no page from 0 to N - 1. Where two tokens fall into one place, either may win.
+    The op checks concrete tables and lengths, and cannot check traced ones. With traced ones,
+    nothing is written for a row whose seq_lens is negative or beyond M * C, or whose query_lens is
+    beyond S. Nothing is written to pages outside of 0 to N - 1. If two tokens have one position,
+    either may win.
 
-    On a GPU, rotation, quantization and write are one kernel; a block-scaled cache has one before
-    it, which finds the scales.
+    On a GPU, rotation, quantization and write are one kernel. For a block-scaled cache, a kernel
+    before it computes the scales.
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
-            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). FP8 numbers saturate, and
-            Inf is NaN among them.
-        latent: of the new tokens, R dims and P rotated ones, or P to be rotated.
+            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). In FP8, finite numbers
+            saturate, and Inf becomes NaN.
+        latent: the new tokens' latents: R dims, followed by P dims that are rotated, or that the op
+            rotates if `rotation` is given.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
-        kv_scale: for a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
-            latent / kv_scale is stored.
-        rotation: `jaxattn.rotation` of the tokens' positions [B, S], by which the last P dims
-            are rotated on the way; None: they are already.
-        config: of that rotation; P is `config.dim`.
+        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar. latent /
+            kv_scale is stored.
+        rotation: `jaxattn.rotation` of the tokens' positions [B, S], by which the op rotates the
+            last P dims; None if these dims are already rotated.
+        config: the configuration of this rotation; P is `config.dim`.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
     """
     arguments = OpArguments("mla_cache_write")
     latent = arguments.check("latent", latent, "B S D")

@@ -28,18 +28,19 @@ def mla_decode_context_parallel(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B 1 h R"], Arena | None, SymmetricBuffer]:
-    """`mla_decode` of one token of each row, by N GPUs with some of its pages each.
+    """`mla_decode` of one token of each row, over N GPUs that each store some of the row's pages.
 
-    It is called inside of `jax.shard_map`. Each GPU attends with all heads to its own pages, and is
-    given the output of its own h = H / N heads over the pages of all: what `merge_attention_states`
-    makes of the GPUs' outputs, which are rounded to bfloat16 before. A row without tokens is 0.
+    Call this op inside `jax.shard_map`. Each GPU attends with all heads to its own pages, and gets
+    the output of its own h = H / N heads over the pages of all GPUs. The output is
+    `merge_attention_states` of the GPUs' outputs, which are rounded to bfloat16 first. The output
+    of a row without tokens is 0.
 
     Args:
-        q: as for `mla_decode`, of all GPUs' heads, GPU n's the n-th part; or of more heads, see
-            `ContextParallelMerge.heads`. The same on all GPUs.
+        q: as for `mla_decode`, with the heads of all GPUs, of which GPU n owns the n-th part; or
+            with more heads, see `ContextParallelMerge.heads`. All GPUs have the same q.
         seq_lens: int32 tokens of each row in this GPU's pages.
-        merge: with what they meet. The kernel has a row of up to 256 heads, or as many rows as
-            have so many together, which `merge_buffer_shape` says.
+        merge: the buffer and the axes of the merge. The kernel supports at most 256 for the number
+            of rows times the number of heads (see `merge_buffer_shape`).
 
     Other arguments and errors are those of `mla_decode`.
 

@@ -21,13 +21,15 @@ from jaxattn.ops.mla.state_merge import merge_attention_states
 def merge_buffer_shape(
     rows: int, num_heads: int, *, max_pages: int, page_size: int
 ) -> tuple[int, int] | None:
-    """(tokens, features) of the mailbox by which a launch merges the outputs; None where rows are
-    too many, or never cut: then their outputs are sent when they are merged.
+    """(tokens, features) of the mailbox through which one launch merges the outputs of the GPUs.
+
+    None if there are too many rows, or if the schedule never splits them. The GPUs then send their
+    merged outputs in a separate launch.
 
     Args:
-        rows: of one token.
-        num_heads: of all GPUs.
-        max_pages, page_size: of a GPU's block table.
+        rows: the number of rows, of one token each.
+        num_heads: the number of heads of all GPUs together.
+        max_pages, page_size: the width of a GPU's block table, and the tokens of a page.
     """
     parts = num_parts(rows, 1, num_heads, num_steps(max_pages, page_size), NUM_SMS)
     if rows * num_heads > SHARED_ROWS or not may_split(rows, parts):

@@ -81,51 +81,54 @@ def mla_decode(
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
 
-    The S tokens are in the cache already (`mla_cache_write`). Token s sees the positions up to
-    its own, seq_lens - S + s: causal from the bottom right. Rows with fewer new tokens give them
-    first and say how many in `query_lens`, which then stands for S. S tokens that all see the whole
-    row are S * H heads of one: give q.reshape(B, 1, S * H, D), with its scratch and schedule, and
-    reshape `out` and `lse` back.
+    The cache already contains the S tokens (`mla_cache_write`). Token s sees the positions up to
+    its own, seq_lens - S + s (a causal mask that is aligned at the bottom right). A row with fewer
+    new tokens has them first, and passes their number in `query_lens`, which then replaces S. If
+    all S tokens see the whole row, they are S * H heads of one token: pass q.reshape(B, 1, S * H,
+    D), with the scratch and the schedule of this shape, and reshape `out` and `lse` back.
 
-    Padding and uninitialised memory: a row with seq_lens 0, a token s >= query_lens, and one whose
-    position would be negative, give exactly 0 and lse -inf. Under `jax.jit`, where lengths cannot
-    be refused, so does a row whose seq_lens is negative or beyond M * C, or whose query_lens is
-    beyond S. Entries of `block_tables` past a row's
-    length may hold anything and so may the cache outside of the tokens that a row owns, NaN
-    included. A NaN that a row does own stays in that row (in any of its S tokens) and is not
-    hidden. Of a row whose every score is -inf the kernels give 0 as well, XLA gives NaN.
+    Padding: the output is exactly 0 and the LSE -inf for a row with seq_lens 0, for a token s >=
+    query_lens, and for a token with a negative position. Under `jax.jit` the op cannot reject
+    lengths. A row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, is
+    then padding too.
+
+    Uninitialized memory: entries of `block_tables` after a row's length may hold anything. The
+    cache may hold anything, including NaN, in places that no row owns. A NaN in a place that a row
+    owns stays in that row, in any of its S tokens, and is not hidden. If every score of a row is
+    -inf, the kernels return 0, and XLA returns NaN.
 
     Args:
-        q: absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). Or the
-            two as a pair, which need not be joined first where H is a multiple of 64.
-        kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's. Its
-            dtype is its format (`LatentFormat`): bfloat16, float16, float32 or float64;
-            float8_e4m3fn with `kv_scale`; uint8, block-scaled.
+        q: absorbed queries: `absorb_query` of the nope dims (R), followed by the rotated dims (P).
+            Or a pair of both parts, which the op need not concatenate if H is a multiple of 64.
+        kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's pages. The
+            dtype determines the format (`LatentFormat`): bfloat16, float16, float32 or float64;
+            float8_e4m3fn with `kv_scale`; uint8 for block-scaled latents.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        scale: factor of the scores, of the unabsorbed dims: DeepSeek-V3's is
+        scale: factor of the scores, for the dims before absorption: DeepSeek-V3's scale is
             192**-0.5 * mscale**2 (`jaxattn.core.numerics.rope.softmax_scale`), never D**-0.5.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         kv_lora_rank: R; the latent's first R dims are the values.
-        kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar,
-            by which the stored numbers are multiplied.
-        schedule: `decode_schedule` of these `seq_lens` and shapes. A row of which it knows another
-            length is NaN, its LSE too. The layers of a step share it; without it each call works
-            it out, in one or two dozen small kernels. XLA does not read it.
-        arena: where the output goes, region "out" of `scratch`; the returned `out` is a view of
-            it, good until the arena is written again.
+        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar, by which
+            the op multiplies the stored numbers.
+        schedule: `decode_schedule` of these `seq_lens` and shapes, which the layers of a step
+            share. A row with another length in the schedule gets NaN as its output and LSE. Without
+            a schedule, each call computes one, in 12 to 24 small kernels. XLA does not use a
+            schedule.
+        arena: scratch for the output, region "out" of `scratch`. `out` is then a view of the arena,
+            which is valid until the next write to the arena.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
     Returns:
-        (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the
-        arena if one was given.
+        (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the arena if
+        one was given.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     call = checked_call(
         q,

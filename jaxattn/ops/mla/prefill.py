@@ -103,29 +103,31 @@ def causal_attention(
     k_pe: Float[Array, "B T P"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, values as wide as they like.
+    """Causal attention of tokens to themselves, with values of any width.
 
-    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
-    The kernel's gradient is a kernel too. It has the same bits each time, keeps `out` and `lse`,
-    and holds dq in float32.
+    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
+    The kernel has a backward kernel, which gives the same bits in each run. The residuals include
+    `out` and `lse`, and dq is float32.
 
     Args:
         q, k, v: floating, one dtype; float32 accumulation.
         scale: factor of the scores, a Python number.
-        lengths: int32, valid tokens of each row, at most T (all, if None; none, of a traced row
-            with more). The rest is padding: whatever it holds, its output is 0, its lse -inf, and
-            it receives and causes no gradient.
+        lengths: int32, valid tokens of each row, at most T (all, if None; none, if a traced length
+            exceeds T). The other tokens are padding: for any contents, their output is 0, their lse
+            is -inf, and they neither get nor cause a gradient.
         segment_ids, cu_seqlens: sequences packed in a row, as for `jaxattn.gqa.gqa_attention`.
-        k_pe: the last P of the keys' Dqk dims where all heads share them; k then has Dqk - P.
+        k_pe: the last P of the keys' Dqk dims, if all heads share them; k then has Dqk - P dims.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
-            kernels have Dqk 128 + 64 and Dv 128, or 192 + 64 and 256, bfloat16 or float16.
+            kernels support Dqk 128 + 64 with Dv 128, and Dqk 192 + 64 with Dv 256, in bfloat16 or
+            float16.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
+            argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
@@ -194,17 +196,18 @@ def mla_prefill(
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Attention of new tokens to themselves and to their row's cached prefix.
 
-    Differentiable; in reverse mode only where the kernel runs: there `jax.jvp` raises TypeError.
+    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
 
-    The new tokens' own causal attention is merged by log-sum-exp with that to the prefix, positions
-    below seq_lens - query_lens. The prefix is read from the cache `block` tokens at a time. The new
-    tokens come from `latent`, so the cache may hold them already or not, and an FP8 cache has not
-    rounded them. Give the cache that `mla_cache_write` returned: XLA need not keep the one from
-    before the write then.
+    The op merges the causal attention among the new tokens with the attention to the prefix
+    (positions below seq_lens - query_lens) by log-sum-exp. The op reads the prefix from the cache,
+    `block` tokens at a time. The new tokens come from `latent`, so the cache may or may not contain
+    them, and an FP8 cache does not round them. Pass the cache that `mla_cache_write` returned, so
+    that XLA need not keep the cache from before the write.
 
     Args:
         q: queries, nope dims first, then the rotated P.
-        latent: of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the cache.
+        latent: the latents of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the
+            cache.
         w_uk, w_uv: per-head up-projections of keys and values.
         kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`. FP8
             formats are unpacked `block` tokens at a time.
@@ -214,19 +217,19 @@ def mla_prefill(
             row.
         query_lens: int32 new tokens of each row, at most T.
         scale: factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
-        lines: int32, the row of each line of q and latent [lines, T, ...], ascending, B for a
-            line of no row. A row's new tokens, up to as many as all lines have, go on from one of
-            its lines to the next, and only its last line has padding. None: row b has line b. The
-            kernel takes lines of whole 128 tokens, and pages of a multiple of 8. Lines are not
-            differentiable.
+        lines: int32, the row of each line of q and latent [lines, T, ...], ascending; B marks a
+            line without a row. A row may have as many new tokens as all lines hold. The tokens
+            fill the row's lines in order, and only the last line has padding. If None, row b has
+            line b. The kernel needs lines of a multiple of 128 tokens, and pages of a multiple of
+            8. Lines are not differentiable.
         layer: index into the stack, a Python int or a traced scalar.
-        kv_scale: of a float8_e4m3fn cache, and needed there: a Python number or a float32 scalar.
+        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar.
         block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
             bytes of scores. The kernel holds B * H * block * (nope + Dv) * 2 bytes of expanded
             keys and values (None: 512 MiB or 1024 tokens, whichever is more).
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
-            kernel has nope 128, P 64 and Dv 128, or 192, 64 and 256, bfloat16 or float16, and any
-            R. It is forward only: "xla" recomputes its gradient.
+            kernel supports nope 128, P 64 and Dv 128, or 192, 64 and 256, in bfloat16 or float16,
+            with any R. The kernel is forward only: "xla" recomputes the gradient.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
@@ -234,9 +237,9 @@ def mla_prefill(
         seq_lens is negative or beyond M * C, or whose query_lens is beyond T.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("mla_prefill")
     axis = "B" if lines is None else "lines"

@@ -18,20 +18,20 @@ def merge_attention_states(
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
     """Merges K >= 1 attentions over disjoint keys by their log-sum-exps (natural logarithm).
 
-    A part with lse -inf saw no key: its `out` is not read, whatever it holds. So did one with +inf,
-    by which FlashAttention and FlashMLA mark it. If no part saw any key, the result is 0 and -inf.
-    An lse of NaN gives NaN. Merging merged states is merging all parts, up to rounding.
+    A part with lse -inf saw no key, and the op does not read its `out`. An lse of +inf means the
+    same, as in FlashAttention and FlashMLA. If no part saw any key, the result is 0 and -inf. An
+    lse of NaN gives NaN. Merging merged states equals merging all parts, up to rounding.
 
     Args:
         outs: the parts' outputs, K arrays or one stack of them; any floating dtype.
         lses: the parts' log-sum-exps, shaped as `outs` without the last axis.
 
     Returns:
-        `out` in the parts' dtype and `lse` float32 (float64 if a part is); computed in the latter,
-        differentiable.
+        `out` in the parts' dtype, and `lse` in float32 (float64 if a part is float64), which is
+        also the dtype of the computation. Differentiable.
 
     Raises:
-        TypeError: something is no floating array.
+        TypeError: an argument is not a floating array.
         ValueError: there are no parts, or their shapes do not fit.
     """
     for name, parts in (("outs", outs), ("lses", lses)):

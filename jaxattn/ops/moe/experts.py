@@ -60,50 +60,53 @@ def mixture_of_experts(
 ) -> Any:
     """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
 
-    Operands of the products have the weights' dtype, and x's where the weights are quantized; sums
-    are float32. From 1,024 tokens on and without an arena, the kernels round each expert's output
-    to that dtype before they multiply it by the weight and add it, but for weights of 4 bits. A
-    token's experts are added in the order of `ids`, so its result does not depend on the other
-    tokens. A NaN in a token stays in that token.
+    Operands of the products have the weights' dtype, or x's dtype if the weights are quantized.
+    Sums are float32. From 1,024 tokens on and without an arena, the kernels round each expert's
+    output to the operands' dtype before they multiply it by its routing weight, except with 4-bit
+    weights. The op adds a token's experts in the order of `ids`, so the result does not depend on
+    the other tokens. A NaN in a token stays in that token.
 
-    Padding: an id below 0 or from E on is no expert: it adds exactly 0, and nothing is read for it.
-    The kernels read the weights of experts that somebody chose, once per tile of tokens, and no
-    others'.
+    Padding: an id below 0, or of E and above, is not an expert. Such an id adds exactly 0, and the
+    op reads nothing for it. The kernels read only the weights of chosen experts, once per tile of
+    tokens.
 
-    The gradient has kernels too, in reverse mode: of x, `weights` (and through them the router),
-    both products' weights and biases. An expert without tokens gets exact zeros, and gradients have
-    the same bits each time. Beside quantized weights XLA computes it; with an arena there is none.
+    The gradient also has kernels, in reverse mode: for x, for `weights` (and through them the
+    router), and for both products' weights and biases. Experts without tokens get exact zeros, and
+    gradients have the same bits in each run. With quantized weights, XLA computes the gradient;
+    with an arena, the op has no gradient.
 
     Args:
         x: tokens, padding included.
-        ids: the experts of each token; `route` gives them.
-        weights: of those experts.
+        ids: the experts of each token, from `route`.
+        weights: the routing weights of these experts.
         gate_up: [E, J = 2 I, F] with gate's rows first, or a stack [L, E, 2 I, F] with `layer`.
         down: [E, F, I], or a stack.
-        gate_up_scale: of float8_e4m3fn weights, which it multiplies: float32 of blocks of 128 rows
-            and columns, gate's before up's; sizes are rounded up.
-        down_scale: likewise.
-        gate_up_bias, down_bias: what the products have added, both or none, or stacks.
+        gate_up_scale: the scales of float8_e4m3fn weights, which the op multiplies by them:
+            float32, for blocks of 128 rows and columns, with gate's scales before up's. The number
+            of blocks is rounded up.
+        down_scale: the scales of `down`, likewise.
+        gate_up_bias, down_bias: biases of the products, both or none, or stacks.
         activation: None is silu(gate(x)) * up(x).
-        form: of weights of 4 bits, which are tiles (`core.numerics.four_bit_tiles`): gate_up
-            [E, 2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. Each is
-            rounded to x's dtype once.
-        layer: index into the stacks, a Python int, a traced scalar, or the place in a pattern.
-        arena: where the kernels keep what is between the products, regions of `scratch`.
-        listed: the kernels' work list of these `ids` and this x, where `choose_experts` has made
-            one. None: the op makes it.
-        apart: needs an arena. The kernels leave the sum over experts to the op that reads it next.
-            The result is then an `ExpertOutputs`; its `total` is the array, and reads the arena as
-            it is at that time.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have F
-            and I multiples of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
+        form: the format of 4-bit weights, which are tiles (`core.numerics.four_bit_tiles`): gate_up
+            [E, 2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. The op
+            rounds each weight to x's dtype once.
+        layer: index into the stacks, a Python int, a traced scalar, or the position in a pattern.
+        arena: scratch for values between the products, regions of `scratch`.
+        listed: the kernels' work list for these `ids` and this x, if `choose_experts` created one.
+            None: the op creates the list.
+        apart: leaves the sum over experts to the op that reads the result next; needs an arena. The
+            result is then an `ExpertOutputs`, whose `total` is the array. `total` reads the arena
+            at the time of the call.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels support F
+            and I that are multiples of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
 
     Returns:
         float32 [T, F], and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
+            argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "mixture_of_experts"
     check_arena(op, arena)

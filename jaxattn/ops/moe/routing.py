@@ -21,20 +21,20 @@ from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, route_mosaic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Router:
-    """How tokens choose experts.
+    """How a router chooses the experts of a token.
 
     Attributes:
         experts: E.
         top_k: K, experts per token.
-        scores: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3).
-        groups: experts are divided into so many groups of neighbours.
-        top_groups: only experts of so many groups are chosen.
-        best_of_group: a group's score is the sum of so many of its best experts' scores.
-        normalize: the chosen experts' weights sum to 1.
+        scores: "softmax" over the experts, or "sigmoid" of each score (DeepSeek-V3).
+        groups: the number of groups of neighboring experts.
+        top_groups: the number of groups from which the router chooses experts.
+        best_of_group: the number of best experts whose scores sum to the score of a group.
+        normalize: whether the weights of the chosen experts sum to 1.
         scale: factor of the weights.
 
     Raises:
-        ValueError: the numbers do not fit each other; they are named.
+        ValueError: the numbers are inconsistent; the message names them.
     """
 
     experts: int
@@ -85,19 +85,19 @@ def route(
 ) -> tuple[Int[Array, "*T K"], Float[Array, "*T K"]]:
     """The experts of each token, best first, and their weights in float32.
 
-    Of equal scores the expert with the lower id comes first. A token whose logits are all NaN gets
-    NaN for weights.
+    Among equal scores, the expert with the lower id comes first. A token whose logits are all NaN
+    gets NaN for weights.
 
     Args:
-        logits: of the router; they are taken as float32.
-        bias: added to the scores that choose, not to the weights (DeepSeek-V3's
+        logits: the router's logits, which the op converts to float32.
+        bias: added to the scores for the choice of experts, but not to the weights (DeepSeek-V3's
             `e_score_correction_bias`).
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has a
-            multiple of 32 experts, at most 1024. The gradient is in reverse mode.
+        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
+            multiples of 32 experts, at most 1024. The gradient supports only reverse mode.
 
     Raises:
-        TypeError, ValueError: an argument is no array, or its shape does not fit.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument is not an array, or has a wrong shape.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "route"
     if not isinstance(router, Router):

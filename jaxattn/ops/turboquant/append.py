@@ -36,7 +36,8 @@ def turbo_append(
 ) -> tuple[Float[Array, "B S H D"], Array]:
     """Norms and rotates each row's new queries and keys, and caches codes of keys and values.
 
-    As `gqa_append`, over a cache of `turbo_cache_write`: one token of a row, or a whole chunk.
+    The op is `gqa_append` for a cache of `turbo_cache_write`, for one token of a row or a whole
+    chunk.
 
     Args:
         q, k, v, weights, block_tables, seq_lens, rotation, config, eps, dtype, query_lens, layer:
@@ -44,15 +45,15 @@ def turbo_append(
         kv_cache: a stack with `layer`, or one layer's pages; donate it to update it in place.
         form: the cache's format.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
-            has D 64, 128 and 256, and even H and Hk where D is 64.
+            supports D 64, 128 and 256, with even H and Hk if D is 64.
 
     Returns:
         (queries [B, S, H, D], rotated by position and not by the Hadamard matrix; the cache).
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "turbo_append"
     arguments = OpArguments(op)

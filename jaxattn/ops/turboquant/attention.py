@@ -68,32 +68,33 @@ def turbo_attention(
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens, one or a whole chunk, to its cached ones.
 
-    As `gqa_decode`, and as continuation prefill: the S tokens are in the cache already
-    (`turbo_cache_write`), and token s sees the positions up to its own. Padding and uninitialised
-    memory are as there. XLA differentiates it in q, sinks and gate. The kernel has no gradient, so
-    a caller that needs one on a GPU passes implementation="xla".
+    The op is `gqa_decode` for TurboQuant caches, and also runs continuation prefill. The cache
+    already contains the S tokens (`turbo_cache_write`), and token s sees the positions up to its
+    own. Padding and uninitialized memory are as in `gqa_decode`. In XLA, the op is differentiable
+    in q, sinks and gate. The kernel has no gradient: to differentiate on a GPU, pass
+    implementation="xla".
 
     Args:
-        q: queries, normed and rotated by position; not by the Hadamard matrix.
+        q: queries, normed and rotated by position, but not by the Hadamard matrix.
         kv_cache: pages of codes; a stack of layers with `layer`, or one layer's.
         form: the cache's format.
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
             arena: as for `gqa_decode`.
         implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
-            the reference. It holds a block of 512 cached tokens of every row in float32, and
-            scores of 512 queries against them. The kernels take q of bfloat16 or float16, and
-            decode takes pages of 16, 32, 64 and 128 tokens. For more than 8 tokens, a block of
-            keys and values is unpacked at a time into float16: 64 MiB or 1024 tokens of each row,
-            whichever is more. One result in float32 is beside it.
+            the reference. It allocates a block of 512 cached tokens of every row in float32, and
+            the scores of 512 queries against these tokens. The kernels support q in bfloat16 or
+            float16, and decode supports pages of 16, 32, 64 and 128 tokens. For more than 8 tokens,
+            the kernels unpack a block of keys and values at a time to float16: 64 MiB or 1024
+            tokens of each row, whichever is more. One result is also in float32.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
         included), and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     arguments = OpArguments("turbo_attention")
     q = arguments.check("q", q, "B S H D")

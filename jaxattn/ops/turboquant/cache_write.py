@@ -68,15 +68,15 @@ def turbo_cache_write(
     layer: Array | int | StackedLayer | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The cache with the new tokens quantized and written; in place, where it is donated.
+    """The cache with the new tokens quantized and written, in place if the cache is donated.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
-    with seq_lens 0, for t >= query_lens[b], or for a negative position. Bytes of other tokens stay
-    as they are. No two rows may share a page that is written.
+    with seq_lens 0, for t >= query_lens[b], or for a negative position. Bytes of other tokens do
+    not change. No two rows may share a page that is written.
 
     Args:
         kv_cache: a stack with `layer`, or one layer's pages.
-        k, v: of the new tokens, keys normed and rotated by position (RoPE).
+        k, v: keys and values of the new tokens, with keys normed and rotated by position (RoPE).
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         form: the cache's format.
@@ -85,8 +85,8 @@ def turbo_cache_write(
         implementation: "xla", or None for the best.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
     """
     arguments = OpArguments("turbo_cache_write")
     k = arguments.check("k", k, "B S Hk D")

@@ -25,14 +25,14 @@ from jaxattn.core.validation.arguments import OpArguments
 def import_vllm_slots(
     cache: UInt8[Array, "N C Hk slot"], *, form: TurboFormat
 ) -> UInt8[Array, "N Hk bytes"]:
-    """One layer of vLLM's cache as one of this library's.
+    """Converts one layer of vLLM's TurboQuant cache to a cache of jaxattn.
 
-    Codes, scales and minima carry over bit by bit, and so do e4m3 keys. Levels are e4m3 numbers
-    here and float32 ones there, so that a key differs by 2% of its length at most; its length
-    is the same within a float16 rounding.
+    Codes, scales, minima and e4m3 keys keep their bits. Quantization levels are e4m3 numbers in
+    jaxattn and float32 numbers in vLLM, so a key differs by at most 2% of its length. The length of
+    the key is equal up to float16 rounding.
 
     Args:
-        cache: of `turboquant_` + `form.preset` there; C a multiple of 16.
+        cache: vLLM's cache with the dtype `turboquant_` + `form.preset`; C is a multiple of 16.
         form: the format.
 
     Raises:

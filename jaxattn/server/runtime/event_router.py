@@ -58,7 +58,9 @@ class EventRouter:
         self._called = False  # before what waits is read: a later report calls again
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         waiting = sum(len(report.events) for report in reports)
-        behind = bool(reports) and waiting > BEHIND * max(1, reports[-1].snapshot.rows)
+        # Rows that end are in no later snapshot, but in that of the step before.
+        rows = max((report.snapshot.rows for report in reports), default=0)
+        behind = waiting > BEHIND * max(1, rows)
         found: EventsOfRows = {}
         for report in reports:
             tokens = self._route(report.events, report.now, found)

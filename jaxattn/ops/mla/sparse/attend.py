@@ -51,39 +51,39 @@ def mla_sparse_decode(
 ) -> tuple[Any, ...]:
     """Attention of each row's last S tokens to chosen ones of its cached latents.
 
-    Token s attends to the positions in indices[b, s], those beyond its own left out. All else is as
-    in `mla_decode`: where the tokens are, what padding gives, and what tables and caches may hold
-    where no row owns them.
+    Token s attends to the positions in indices[b, s], except for positions after its own. The
+    positions of the tokens, padding and uninitialized memory are as in `mla_decode`.
 
     Args:
-        q: absorbed queries, or the pair of their R and P dims; see `mla_decode`.
+        q: absorbed queries, or a pair of their R and P dims; see `mla_decode`.
         kv_cache: latents [R + P] by page, in a format of `LatentFormat`.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        indices: int32 positions in the row (`mla_index`), in any order. Negative ones and those
-            beyond the token's own position are left out. One that is there twice counts twice.
-        scale: factor of the scores, of the unabsorbed dims; see `mla_decode`.
+        indices: int32 positions in the row (`mla_index`), in any order. The op ignores negative
+            positions and positions after the token's own. A position that occurs twice counts
+            twice.
+        scale: factor of the scores, for the dims before absorption; see `mla_decode`.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         kv_lora_rank: R; the latent's first R dims are the values.
-        kv_scale: of a float8_e4m3fn cache, and needed there.
+        kv_scale: required for a float8_e4m3fn cache.
         sinks: float32, a logit of each head that takes part in the softmax once and has no value;
             `scale` does not change it.
-        batch_invariant: the kernel cuts all lists alike, by B, S and K alone, so that a row's bits
-            do not depend on its place in the batch.
-        arena: where the output goes, region "out" of `sparse_scratch`, as in `mla_decode`.
+        batch_invariant: the kernel splits all lists in the same way, which depends only on B, S and
+            K. A row's bits then do not depend on its position in the batch.
+        arena: scratch for the output, region "out" of `sparse_scratch`, as in `mla_decode`.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
             the reference: any shape, float32 throughout (float64 for float64), differentiable.
 
     Returns:
         (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink's logit
-        included), and the arena if one was given. A token that attends to nothing has exactly 0
-        and lse -inf, with sinks as well.
+        included), and the arena if one was given. A token that attends to no position has output 0
+        and lse -inf, also with sinks.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     call = _checked(
         "mla_sparse_decode", q, kv_cache, block_tables, seq_lens, indices, sinks,
@@ -110,13 +110,13 @@ def mla_sparse_prefill(
 ) -> tuple[Float[Array, "B S H R"], Float[Array, "B S H"]]:
     """Attention of a chunk of each row's prompt to chosen tokens of its cached latents.
 
-    The chunk's own latents are in the cache already. Arguments, results and padding are those of
-    `mla_sparse_decode`, without an arena; S is the longest chunk, and queries are absorbed too.
+    The cache already contains the chunk's own latents. Arguments, results and padding are those of
+    `mla_sparse_decode`, without an arena. S is the longest chunk, and the queries are absorbed.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     call = _checked(
         "mla_sparse_prefill", q, kv_cache, block_tables, seq_lens, indices, sinks,
@@ -137,15 +137,16 @@ def sparse_scratch(
     dtype: DTypeLike = jnp.bfloat16,
     batch_invariant: bool = False,
 ) -> ArenaSpec:
-    """What `mla_sparse_decode` keeps in the arena, of B rows of S tokens that attend to K each.
+    """The scratch of `mla_sparse_decode` in the arena, for B rows of S tokens that attend to K
+    positions each.
 
     Args:
         batch, q_len, num_heads, top_k: B, S, H and K.
-        kv_lora_rank, dtype: of the output.
-        batch_invariant: as the op is called.
+        kv_lora_rank, dtype: the width and the dtype of the output.
+        batch_invariant: as in the call of the op.
 
     Raises:
-        ValueError: a size is not a positive integer; it is named.
+        ValueError: a size is not a positive integer; the message names the size.
     """
     size: Any = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
     check_sizes("mla.sparse_scratch", **size, top_k=top_k, kv_lora_rank=kv_lora_rank)

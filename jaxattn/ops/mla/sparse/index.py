@@ -43,36 +43,36 @@ def mla_index(
 
     The score of position t is the sum over index heads of weights_h * relu(q_h . k_t), in float32.
     Token s of a row sees the positions up to its own, seq_lens - query_lens + s, as in
-    `mla_decode`; their keys are in the cache already (`mla_index_write`). S may be a few tokens of
-    decoding or a chunk of a prompt. The choice has no gradient.
+    `mla_decode`; the cache already contains their keys (`mla_index_write`). S may be a few decoded
+    tokens or a chunk of a prompt. The choice has no gradient.
 
-    Of equal scores the lower position wins. A token that sees at most `top_k` positions has all of
-    them. Padding (a row with seq_lens 0, a token s >= query_lens) has none. Entries of
-    `block_tables` past a row's length may hold anything and so may the cache outside of the tokens
-    that a row owns, NaN included. NaN that a row does own counts as the highest score.
+    Among equal scores, the lower position wins. A token that sees at most `top_k` positions gets
+    all of them. Padding (a row with seq_lens 0, a token s >= query_lens) gets none. Entries of
+    `block_tables` after a row's length may hold anything. The cache may hold anything, including
+    NaN, in places that no row owns. A NaN in a place that a row owns counts as the highest score.
 
     Args:
         q: the index heads' queries, rotated.
-        weights: float32, of each index head, all factors included: the scale of the scores and
-            that of the number of heads.
-        index_cache: normed and rotated keys by page, one for all heads; a stack of layers with
-            `layer`, or one layer's. A dtype of floats, or float8_e4m3fn with `k_scale`.
+        weights: float32, the weights of the index heads, including the scale of the scores and the
+            factor for the number of heads.
+        index_cache: normed and rotated keys by page, which all heads share; a stack of layers with
+            `layer`, or one layer's pages. A floating dtype, or float8_e4m3fn with `k_scale`.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
         top_k: positions of each token, K, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
-        k_scale: float32, of each token of a float8_e4m3fn cache, and needed there; NaN where a key
-            has NaN, as `mla_index_write` stores it.
+        k_scale: float32, the scale of each token, required for a float8_e4m3fn cache. The scale of
+            a key with NaN is NaN, as `mla_index_write` stores it.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best.
 
     Returns:
-        int32 positions in the row, ascending; -1 behind them where there are fewer than K.
+        int32 positions in the row, ascending, followed by -1 if there are fewer than K.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or a page
-            that is concrete; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names the argument.
+        Refusal: the requested implementation does not support the call; the message says why.
     """
     op = "mla_index"
     arguments = OpArguments(op)

@@ -57,28 +57,29 @@ def mla_index_write(
     layer: Array | int | None = None,
     k_scale: Float[Array, "L N C"] | Float[Array, "N C"] | None = None,
 ) -> Any:
-    """The cache with the new tokens' index keys written; in place, where the cache is donated.
+    """The cache with the new tokens' index keys written, in place if the cache is donated.
 
-    Places, padding and traced lengths are those of `mla_cache_write`.
+    Positions, padding and traced lengths are as in `mla_cache_write`.
 
     Args:
-        index_cache: a stack with `layer`, or one layer's pages, of the page size of the latents:
-            both share `block_tables`. A dtype of floats, or float8_e4m3fn with `k_scale`.
-        index_keys: of the new tokens, normed and rotated.
+        index_cache: a stack with `layer`, or one layer's pages. The page size is that of the
+            latents, because both share `block_tables`. A floating dtype, or float8_e4m3fn with
+            `k_scale`.
+        index_keys: the index keys of the new tokens, normed and rotated.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 tokens of each row, the new ones included, at most M * C.
         query_lens: int32 new tokens of each row, at most S; S, if None.
         layer: index into the stack, a Python int or a traced scalar.
         k_scale: the scales of a float8_e4m3fn cache, one for each token; donate them too. The op
-            finds those of the new tokens, powers of two. FP8 numbers saturate, and Inf is NaN; the
-            scale of a key with either is NaN.
+            computes the scales of the new tokens, which are powers of two. The scale of a key with
+            NaN or Inf is NaN.
 
     Returns:
-        The cache; with `k_scale` the pair of the cache and its scales.
+        The cache, or with `k_scale` a pair of the cache and its scales.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a concrete length or
-            page, or two tokens are written to one place; it is named.
+        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens have one position; the message names the argument.
     """
     arguments = OpArguments("mla_index_write")
     keys = arguments.check("index_keys", index_keys, "B S D")
