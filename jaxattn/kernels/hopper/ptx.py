@@ -49,8 +49,8 @@ def times(x: Any, by: int) -> Any:
 
 
 class WarpgroupThread:
-    """The thread's position: `index` in its warpgroup, the index `warp` of its warp, and lane 4 `g`
-    + `t`."""
+    """The thread's position: `index` in its warpgroup, the index `warp` of its warp, and lane 4
+    `g` + `t`."""
 
     def __init__(self) -> None:
         index = utils.thread_idx()

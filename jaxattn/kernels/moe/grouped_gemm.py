@@ -103,8 +103,8 @@ def grouped_product(
 
     Args:
         tokens: A 2-D array of bfloat16 or float16, in which `source` locates the tokens.
-        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8 [L, E,
-            ...].
+        weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8
+            [L, E, ...].
         scales: For FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
         biases: [L, E, rows], for 16-bit weights.
         activation: The activation of gate_up; None is silu(gate) * up.

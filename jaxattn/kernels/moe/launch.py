@@ -82,7 +82,7 @@ def scratch(
 
     Returns:
         Region `h` in `dtype`, the values between the experts' products, and region `y` in float32,
-            their outputs. Both have T * K rows and padding, so that each expert begins at a tile.
+        their outputs. Both have T * K rows and padding, so that each expert begins at a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,

@@ -125,8 +125,8 @@ class TurboOperands:
         return self._operands(codes, value_registers, (PAGE, PAGE), blocks, self.lows[1])
 
     def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
-        """Returns each token's (norm or None, scale, value of the middle code), as `scores` [N,
-        64]."""
+        """Returns each token's (norm or None, scale, value of the middle code), as `scores`
+        [N, 64]."""
         if self.interpret:
             stored = self._stored(codes)
             kinds = [stored.norm] if stored.norm is not None else []

@@ -90,8 +90,8 @@ class BackwardTileScheduler:
         count: Tiles per key-value head.
         heads: Key-value heads.
         group: Query heads per key-value head.
-        together: Key-value heads, of all rows, that are worked on at one time; a divisor of rows *
-            heads.
+        together: Key-value heads, of all rows, that are worked on at one time; a divisor of
+            rows * heads.
     """
 
     keys: int

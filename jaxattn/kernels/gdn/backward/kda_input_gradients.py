@@ -97,8 +97,8 @@ def channel_gradients(
 
     Returns:
         dv in q's dtype; dq and dk in q's dtype too, unless value heads share a key head: they are
-            then float32, to be summed over these heads. Then float32 [N, 64, Hv, 128], the gradient
-            of g; and float32 [N, Hv, 2, 64], whose sum is beta's.
+        then float32, to be summed over these heads. Then float32 [N, 64, Hv, 128], the gradient of
+        g; and float32 [N, Hv, 2, 64], whose sum is beta's.
     """
     chunks, _, value_heads, _ = v.shape
     dtype = q.dtype

@@ -146,9 +146,9 @@ def state_pass(
             those after them; None: zeros.
 
     Returns:
-        The states before each chunk, the gradients of those after it [N, Hv, 128, 128], and Y [N,
-            64, Hv, 128], in q's dtype; and float32 [1, n, Hv, 128, 128]. Chunks that belong to no
-            sequence are not written.
+        The states before each chunk, the gradients of those after it [N, Hv, 128, 128], and Y
+        [N, 64, Hv, 128], in q's dtype; and float32 [1, n, Hv, 128, 128]. Chunks that belong to no
+        sequence are not written.
     """
     chunks, _, value_heads, _ = v.shape
     count, dtype, channels = runs.shape[1], q.dtype, written is not None

@@ -114,12 +114,12 @@ def gqa_prefill_mosaic(
         q: [B, T, H, D] bfloat16 or float16, as all others.
         k, v: [B, K, Hk, D].
         k_rest: [B, K, P], the last dims of the keys where all heads share them; k then has D - P.
-        bounds: int32 [B, 5], (first, queries, prefix, keys, offset). Token t, with first <= t <
-            queries, sees all `prefix` cached tokens, and the new keys from `first` up to min(keys,
-            t + 1 + offset), exclusive, except those left of its window. With a prefix `first` must
-            be 0. Anything else may hold NaN. Or int32 [T / 128, 6], with B 1 and no prefix, for
-            each 128 queries: t still counts from token 0 of all, and `first` and `keys` count from
-            the key that is the sixth number, a multiple of 8.
+        bounds: int32 [B, 5], (first, queries, prefix, keys, offset). Token t, with
+            first <= t < queries, sees all `prefix` cached tokens, and the new keys from `first` up
+            to min(keys, t + 1 + offset), exclusive, except those left of its window. With a prefix
+            `first` must be 0. Anything else may hold NaN. Or int32 [T / 128, 6], with B 1 and no
+            prefix, for each 128 queries: t still counts from token 0 of all, and `first` and `keys`
+            count from the key that is the sixth number, a multiple of 8.
         window, sinks, soft_cap, gate: As for `jaxattn.gqa.gqa_decode`.
         firsts: int32 [B, T], the first new key that each token sees, not decreasing in a row; only
             without a prefix. None: `bounds` decide.
@@ -128,7 +128,7 @@ def gqa_prefill_mosaic(
 
     Returns:
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
-            for a token that sees no key and for those outside of `first` and `queries`.
+        for a token that sees no key and for those outside of `first` and `queries`.
     """
     if k_rest is not None and paged is not None:
         raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")

@@ -3,9 +3,10 @@
     y = norm(x + added) @ W = factor * (((x + added) * weight) @ W)
 
 A separate launch for the norm has a start and an end, and reads next to nothing in between. Here
-each CTA of `linear_layer` first starts to load its matrix. Then it computes its part of (x + added)
-* weight, and the squares of this part. The factor needs the squares of all K, so it comes last. The
-CTAs of a cluster together have all K, and read one another's squares when they exchange their sums.
+each CTA of `linear_layer` first starts to load its matrix. Then it computes its part of
+(x + added) * weight, and the squares of this part. The factor needs the squares of all K, so it
+comes last. The CTAs of a cluster together have all K, and read one another's squares when they
+exchange their sums.
 
 The CTAs of the first tile also store the sum and the normed token.
 

@@ -36,8 +36,8 @@ def store(ref: Any, value: jax.Array) -> None:
 def store_first_rows(
     refs: Sequence[Any], values: Sequence[jax.Array], used: Any, *, interpret: bool
 ) -> None:
-    """Stores the first `used` rows, and the rest of their groups of 16, of float32 products [64,
-    N].
+    """Stores the first `used` rows, and the rest of their groups of 16, of float32 products
+    [64, N].
 
     A warp has 16 rows, and stores nothing if none of them is used. Lanes exchange the numbers of
     two neighbouring groups of 8 columns, so that each stores 16 bytes of one.

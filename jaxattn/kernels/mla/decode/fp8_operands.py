@@ -9,8 +9,8 @@ by a power of two.
 A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`. Block-scaled tokens lie as in the
 cache, 656 bytes each, so that the same 16 bytes of eight tokens lie in different banks. Other
 caches have tiles of 128 bytes of each token, with swizzled chunks. A thread keeps numbers that are
-adjacent in memory in adjacent registers, which permutes them. For warp w, lane 4 g + t, and rows g
-+ 8 h of a warp's 16:
+adjacent in memory in adjacent registers, which permutes them. For warp w, lane 4 g + t, and rows
+g + 8 h of a warp's 16:
 
     keys    token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block is dim 32 t + 4 s + 2 k + i
     values  row 64 j + 16 w + 8 h + g of a block is its dim 32 w + 4 g + 2 j + h; tokens as they
@@ -472,8 +472,8 @@ def unknown_zero() -> jax.Array:
 
 
 def store_output(target: Any, out: jax.Array, block: int) -> None:
-    """Writes a block of the output [128, N], ordered as `values`, to its dims of `target` [N, >
-    512]."""
+    """Writes a block of the output [128, N], ordered as `values`, to its dims of `target`
+    [N, > 512]."""
     columns, pitch = out.shape[1], target.shape[-1]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(
         lambda ctx, to, some: _store(to, some, block, columns, pitch)

@@ -41,9 +41,9 @@ def scratch(
 
     Returns:
         Region `out` [B, rows, R], where row s * H + h is head h of token s. S * H rows are rounded
-            up to a multiple of 8, or of 64 if there are more than 24. If rows of the batch may be
-            split, also region `partial_out` float32 [parts, 2, rows, R], which is at most 33 MiB
-            for any batch. DeepSeek-R1 at 2048 rows needs 256 MiB for all layers.
+        up to a multiple of 8, or of 64 if there are more than 24. If rows of the batch may be
+        split, also region `partial_out` float32 [parts, 2, rows, R], which is at most 33 MiB for
+        any batch. DeepSeek-R1 at 2048 rows needs 256 MiB for all layers.
 
     Raises:
         ValueError: A size is not a positive integer; the message names the size.

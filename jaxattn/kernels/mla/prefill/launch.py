@@ -1,9 +1,9 @@
 """Attention of many new tokens with keys of 128 + 64 dims and values of 128: MLA's prefill.
 
 mainloop.py has the body of a CTA. Every row has its own bounds, so that one kernel serves both a
-chunk (causal) and its cached prefix (all visible). Query t of row b sees the keys k with first <= k
-< min(keys, t + 1 + offset). With packed rows every tile of 128 queries has its own bounds, which
-also contain the position of its keys.
+chunk (causal) and its cached prefix (all visible). Query t of row b sees the keys k with
+first <= k < min(keys, t + 1 + offset). With packed rows every tile of 128 queries has its own
+bounds, which also contain the position of its keys.
 
 Limits: 128 + 64 and 128 dims, bfloat16 or float16, any T, K and H. Reference and tests:
 `jaxattn.ops.mla.prefill` (implementation="xla"), tests/kernels/mla/prefill/test_kernel.py.
@@ -68,15 +68,15 @@ def attend_mosaic(
         v: [B, K, H, 128].
         bounds: int32 [B, 4], (first, queries, keys, offset): query t < queries sees the keys from
             `first` up to min(keys, t + 1 + offset), exclusive. Keys and values from `keys` on and
-            queries from `queries` on may be NaN; values before `first` must be finite. Or int32 [T
-            / 128, 5], with B 1, for each 128 queries: t still counts from query 0 of all, and
+            queries from `queries` on may be NaN; values before `first` must be finite. Or int32
+            [T / 128, 5], with B 1, for each 128 queries: t still counts from query 0 of all, and
             `first` and `keys` count from the key that is the fifth number, a multiple of 8.
         firsts: int32 [B, T], the first key that each query sees, not decreasing in a row; only with
             bounds [B, 4]. None: `bounds` decide.
 
     Returns:
         out [B, T, H, 128] in q's dtype and lse float32 [B, T, H], natural logarithm: 0 and -inf for
-            a query that sees no key and for those from `queries` on.
+        a query that sees no key and for those from `queries` on.
     """
     out, lse = attend_padded(
         q, k, k_pe, v, bounds, q.dtype,
@@ -114,7 +114,7 @@ def attend_padded(
 
     Returns:
         out [B, T', H, 128] in out_dtype and lse float32 [B, H, T'], T' being T rounded up to a
-            multiple of 64.
+        multiple of 64.
     """
     config = config or MlaPrefillTileConfig()
     batch, tokens, heads, _ = q.shape

@@ -76,8 +76,8 @@ class ExpertOperands(NamedTuple):
 
 
 class ExpertResiduals(NamedTuple):
-    """The residuals of the forward pass: for each row its token [R, F], and gate x and up x, [R, 2
-    I]."""
+    """The residuals of the forward pass: for each row its token [R, F], and gate x and up x,
+    [R, 2 I]."""
 
     operands: ExpertOperands
     layer: jax.Array

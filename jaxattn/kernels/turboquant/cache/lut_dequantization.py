@@ -1,10 +1,10 @@
 """Lookup-table dequantization: TurboQuant codes to register operands of an FP8 wgmma, by byte
 permutes.
 
-A register holds four e4m3 numbers: for keys [64 tokens, D], four dims of a token; for values [D, 64
-tokens], four tokens of a dim. The order of the codes is in turboquant/slot_layout.py. One PRMT
-selects a byte of a table of eight for each of four nibbles; a sign is or-ed to it. The operations
-per number, except the PRMTs, are
+A register holds four e4m3 numbers: for keys [64 tokens, D], four dims of a token; for values
+[D, 64 tokens], four tokens of a dim. The order of the codes is in turboquant/slot_layout.py. One
+PRMT selects a byte of a table of eight for each of four nibbles; a sign is or-ed to it. The
+operations per number, except the PRMTs, are
 
     keys      0 operations of 8 bits, 0.88 of 4, 0.66 of 3
     values    1.13 of 4 bits, 1.63 of 3
@@ -82,8 +82,8 @@ def middle(bits: int) -> float:
 
 
 def key_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[Any]:
-    """Returns the registers of [64 tokens, D]: for each 16 dims, those of tokens g and then of 8 +
-    g.
+    """Returns the registers of [64 tokens, D]: for each 16 dims, those of tokens g and then of
+    8 + g.
 
     Args:
         pitch: Bytes from a group of 16 tokens to the next.

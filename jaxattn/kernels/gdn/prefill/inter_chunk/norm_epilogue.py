@@ -87,8 +87,8 @@ class GatedNormEpilogue:
     """The norm between the warpgroups that compute outputs and global memory.
 
     Args:
-        refs: (gate, weight) of `operands`; o [2, 64 tokens, 64 channels] in shared memory; y [T,
-            Hv, 128], the output; and those of `scratch`.
+        refs: (gate, weight) of `operands`; o [2, 64 tokens, 64 channels] in shared memory; y
+            [T, Hv, 128], the output; and those of `scratch`.
     """
 
     def __init__(self, refs: tuple[Any, ...], *, eps: float, interpret: bool):

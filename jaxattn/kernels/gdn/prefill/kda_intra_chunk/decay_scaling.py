@@ -83,8 +83,8 @@ class DecayFactors:
         self.up_to, self.behind = run_inline(*state, k_tile, q_tile, totals)
 
     def share_totals(self, totals: Any) -> None:
-        """Stores the decays of blocks, which have 16 tokens by now, to shared memory float32 [4,
-        64]."""
+        """Stores the decays of blocks, which have 16 tokens by now, to shared memory float32
+        [4, 64]."""
         if not self.interpret:
             plgpu.inline_mgpu(arg_types=(OWN, PLAIN))(_store_totals)(self.up_to, totals)
         plgpu.commit_smem()

@@ -46,11 +46,11 @@ def scratch(
         cache_dtype: The dtype of keys and values; None means `dtype`.
 
     Returns:
-        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32 [parts,
-            2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132 parts.
-            For 32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch and
-            context. Empty for shapes and dtypes that the kernel does not support, because XLA
-            allocates its own scratch.
+        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32
+        [parts, 2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132
+        parts. For 32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch
+        and context. Empty for shapes and dtypes that the kernel does not support, because XLA
+        allocates its own scratch.
 
     Raises:
         TypeError, ValueError: A size is not a positive integer; the message names the size.

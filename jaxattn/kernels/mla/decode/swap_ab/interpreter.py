@@ -26,9 +26,9 @@ def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.
 
     Returns:
         float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. Each row is
-            divided by a power of two. Then its largest number of the 512 is 2**8 or more and less
-            than 2**9, or that of the 64 is 2**14 or more and less than 2**15. Rows of numbers next
-            to float32's smallest or largest are divided by less.
+        divided by a power of two. Then its largest number of the 512 is 2**8 or more and less than
+        2**9, or that of the 64 is 2**14 or more and less than 2**15. Rows of numbers next to
+        float32's smallest or largest are divided by less.
     """
     wide = q.astype(jnp.float32)
 

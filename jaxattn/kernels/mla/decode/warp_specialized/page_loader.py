@@ -94,9 +94,9 @@ class PageLoader:
         products, or the output, have made room."""
 
     def wait_for_warps(self) -> None:
-        """Waits until all four warps have read the data. The whole warpgroup issues a wgmma, so a
-        warp that waited for it knows that all have read. CUTLASS's pipelines likewise count one
-        arrival per warpgroup."""
+        """Ensures that all four warps have read the data. On a GPU this needs no barrier: the whole
+        warpgroup issues a wgmma, so a warp that waited for it knows that all have read. CUTLASS's
+        pipelines count one arrival per warpgroup for the same reason."""
         if self.cut.interpret:
             plgpu.commit_smem()
 
