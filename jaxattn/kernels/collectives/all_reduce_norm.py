@@ -31,7 +31,7 @@ type Meeting = Literal["sum", "norm", "own"]
 
 
 def supports_all_reduce(features: int, gpus: int) -> bool:
-    """Whether the kernel sums rows of so many features over so many GPUs."""
+    """Whether the kernel supports rows of `features` features on `gpus` GPUs."""
     return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 

@@ -28,7 +28,7 @@ LOADS = 36
 
 
 def supports_exchange(features: int, gpus: int) -> bool:
-    """Whether the kernel moves pieces of so many numbers between so many GPUs."""
+    """Whether the kernel supports pieces of `features` numbers between `gpus` GPUs."""
     return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 

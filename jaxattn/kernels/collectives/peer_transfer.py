@@ -79,12 +79,12 @@ def i64() -> Any:
 
 
 def supports_features(features: int, most: int) -> bool:
-    """Whether a part may have so many numbers."""
+    """Whether a part may have `features` numbers."""
     return features % (NUMBERS * THREADS) == 0 < features <= most
 
 
 def layout_of(features: int) -> Any:
-    """Returns a warpgroup's register layout of a part of so many numbers."""
+    """Returns a warpgroup's register layout of a part of `features` numbers."""
     return plgpu.Layout.WG_STRIDED((features,), vec_size=_together(features))
 
 

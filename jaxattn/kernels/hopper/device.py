@@ -55,9 +55,9 @@ def require_hopper(op: str, *, interpret: bool) -> None:
         )
 
 
-# The PTX version of CUDA 12.8's assembler; 12.6 has 85. From this version on, it supports the copy
-# of one contiguous piece of global memory to shared memory that Mosaic emits: where no box of a
-# tensor is needed.
+# A PTX version that CUDA 12.8's assembler accepts; that of 12.6 accepts 85. From this version on,
+# the assembler supports Mosaic's copies of one contiguous piece of global memory to shared memory,
+# which need no box of a tensor.
 PTX_OF_PLAIN_COPIES = 86
 
 

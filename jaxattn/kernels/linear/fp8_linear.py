@@ -94,7 +94,7 @@ def refusal_with_norm(inner: int, weights: Sequence[Shaped]) -> str | None:
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many rows, see `sums_parts` of linear/linear.py."""
+    """Whether the launch should sum up `rows` rows, see `sums_parts` of linear/linear.py."""
     inner = weights[0].shape[-1]
     return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
 

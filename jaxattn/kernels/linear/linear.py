@@ -149,7 +149,7 @@ def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many addend rows for the norm of their sum.
+    """Whether the launch should sum up `rows` addend rows for the norm of their sum.
 
     Each CTA reads its numbers of every row. 44 of them in each thread (Qwen3-Next) took 1.6 us
     more, as long as a launch that sums; 16 (DeepSeek-V2-Lite) took 0.8 us (H200).

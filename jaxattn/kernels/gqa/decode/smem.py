@@ -70,7 +70,7 @@ class GqaCtaResources:
 
     Attributes:
         consumers: w, the consumer warpgroups, which take a part's steps in turns; one more loads.
-        ahead: Stages per consumer, of keys and of values, whose stages are freed later.
+        ahead: Stages per consumer: of keys, and of values, which are freed later.
         registers: Registers per thread of the producer, and of each consumer; None: all warpgroups
             keep what they have.
     """

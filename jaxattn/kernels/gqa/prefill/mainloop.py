@@ -414,8 +414,8 @@ class GqaPrefillCta:
     """The warp-specialized body of one CTA.
 
     Attributes:
-        sharing: Heads of `q` that share a key-value head.
-        copies: Boxes of a step of the cache.
+        sharing: The number of heads of `q` that share a key-value head.
+        copies: The number of boxes of a step of the cache.
         blocks, items: The number of resident CTAs, and of tiles in all.
     """
 

@@ -61,7 +61,7 @@ class GqaPrefillProducer:
     """The loop over a CTA's tiles, ahead of the consumer warpgroups.
 
     Attributes:
-        copies: Boxes of a step of the cache.
+        copies: The number of boxes of a step of the cache.
     """
 
     config: GqaPrefillTileConfig

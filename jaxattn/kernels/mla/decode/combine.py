@@ -28,7 +28,7 @@ AHEAD = 8  # partial results of a row that are read at a time
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
 # CTAs without work cost more the more there are; CTAs with work cost more the longer they are.
 BLOCKS, LONGEST = 512, 16
-# Up to so many rows have many partial results each, and several warpgroups share a row. A
+# With at most SHARED_ROWS rows, each has many partial results, and several warpgroups share it. A
 # multiprocessor's registers have room for one CTA of SHARERS warpgroups; where such CTAs would need
 # several waves, a row has FEWER_SHARERS.
 SHARED_ROWS, SHARERS, FEWER_SHARERS = 256, 4, 2

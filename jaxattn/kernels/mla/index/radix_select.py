@@ -56,7 +56,7 @@ DIGITS = ((20, 4095), (8, 4095), (0, 255))
 
 COUNT = "{ .reg .pred some; setp.ne.u32 some, $1, 0; @some red.shared.add.u32 [$0], 1; }"
 WRITE = "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some st.global.u32 [$0], $1; }"
-# A warp scan of the lanes' words: sums from a lane on, and up to a lane.
+# One step of a warp scan of the lanes' words: sums from a lane on, and up to a lane.
 DOWN = (
     "{{ .reg .pred there; .reg .b32 more; shfl.sync.down.b32 more|there, $1, {}, 0x1f, -1; "
     "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"

@@ -178,7 +178,7 @@ def copy_tokens(
     Args:
         kv_ref: The whole cache [L, N, C, Ds].
         tokens: The result of `read_tables`.
-        target: As many columns as whole lines of 128 bytes contain.
+        target: The destination, whose rows are whole lines of 128 bytes.
         transforms: Those of `target`, tiles of 8 tokens and 128 bytes, swizzled.
         first: The first number of a token to copy.
     """

@@ -46,7 +46,7 @@ from jaxattn.kernels.moe.routing.token_alignment import (
 )
 from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
-FEW_SEGMENTS = 128  # so many or less, if their pairs are at most WIDEST
+FEW_SEGMENTS = 128  # at most this many, if their pairs are at most WIDEST
 SEGMENTS = (256, 512)  # pairs of a segment
 TOGETHER = 8  # loads and comparisons per iteration of a loop
 

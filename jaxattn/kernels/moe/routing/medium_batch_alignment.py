@@ -44,7 +44,7 @@ TILES = 2**16  # factor of the count of tiles, in one number with the count of r
 
 
 def supports_sort(tokens: int, top_k: int, features: int) -> bool:
-    """Whether the kernel has enough threads for so many pairs, and for a token's numbers."""
+    """Whether the kernel has enough threads for the pairs, and for a token's numbers."""
     fits = THREADS <= tokens * top_k <= MOST_PAIRS and copies(features)
     return not tokens_in_place(tokens) and fits
 

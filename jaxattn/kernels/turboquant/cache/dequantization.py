@@ -62,7 +62,7 @@ TURNED = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
 
 
 def takes(page_size: int) -> bool:
-    """Whether pages of so many tokens are whole steps."""
+    """Whether pages of `page_size` tokens are whole steps."""
     return page_size % PAGE == 0
 
 
