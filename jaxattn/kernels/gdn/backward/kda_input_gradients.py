@@ -1,10 +1,10 @@
 """Gradients of a chunk's inputs in KDA, where every channel of the key has its own decay.
 
 The computation is that of input_gradients.py, with vectors by channel instead of the numbers of a
-head. The scores' gradients F and E contain no decays: a product of row i with column j has exp(G_i
-- G_j) in every channel. As in prefill/kda_intra_chunk, a chunk is divided recursively into halves.
-A row of a second half meets a column of the first half at the boundary m between them. With phi the
-decay between a token and that boundary,
+head. The scores' gradients F and E contain no decays: a product of row i with column j has
+exp(G_i - G_j) in every channel. As in prefill/kda_intra_chunk, a chunk is divided recursively into
+halves. A row of a second half meets a column of the first half at the boundary m between them. With
+phi the decay between a token and that boundary,
 
     dQ += phi * (F (phi * K))
     dK += phi * (H (phi * K)  +  F^T (phi * Q) + H^T (phi * K))

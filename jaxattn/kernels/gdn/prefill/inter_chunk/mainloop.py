@@ -1,7 +1,7 @@
 """The body of the state pass: its warpgroups' roles for the runs that a CTA draws.
 
-One or two warpgroups multiply, each half of the state. One copies, and draws the CTA's next item
-(attention/work_queue.py). One norms the output, if requested (norm_epilogue.py).
+One or two warpgroups multiply, each with half of the state. One copies, and draws the CTA's next
+item (attention/work_queue.py). One norms the output, if requested (norm_epilogue.py).
 """
 
 import dataclasses
