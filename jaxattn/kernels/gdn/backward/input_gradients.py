@@ -59,7 +59,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.instructions import swizzled
 
-WARPGROUPS = 2  # that multiply, one for each half of the channels; one more copies
+WARPGROUPS = 2  # consumers, one for each half of the channels; one more copies
 MULTIPLIES, COPIES = 240, 24  # registers per thread
 SLOTS = 2  # value heads whose states and values are in shared memory
 

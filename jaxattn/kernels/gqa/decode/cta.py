@@ -94,7 +94,7 @@ class GqaDecodeRefs:
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
     kv_scale_ref: Any = None  # float32 [2, Hk], for an FP8 cache
-    # Those of `OversubscribedSchedule`; None: the pieces of part i have 2 i and 2 i + 1.
+    # `OversubscribedSchedule.first_slots`; None: the pieces of part i have slots 2 i and 2 i + 1.
     part_slots_ref: Any = None
     out_ref: Any  # [.., D]
     partial_ref: Any  # None: no pair is split
