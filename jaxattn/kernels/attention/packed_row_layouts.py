@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
 # Padding after a row of scores or of the output in shared memory, in float32 numbers, so that the
-# columns of neighbouring rows lie in different banks.
+# columns of neighboring rows lie in different banks.
 MARGIN = 4
 
 

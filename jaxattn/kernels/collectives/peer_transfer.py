@@ -388,7 +388,7 @@ def _words(part: Any) -> int:
 def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
     """Returns the byte offset in an inbox of a thread's first word of a GPU's part of a token.
 
-    Neighbouring threads have adjacent words, two each if their number is even.
+    Neighboring threads have adjacent words, two each if their number is even.
     """
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), gpu), tokens), token)

@@ -218,14 +218,14 @@ def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[A
 
 
 def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """Reduces all values by `combine`, two neighbours at a time; their number is a power of two."""
+    """Reduces all values by `combine`, two neighbors at a time; their number is a power of two."""
     while len(values) > 1:
         values = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def over_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
-    """Reduces x by `combine` over groups of `lanes` neighbouring lanes, a power of two; each lane
+    """Reduces x by `combine` over groups of `lanes` neighboring lanes, a power of two; each lane
     gets the result."""
     distance = 1
     while distance < lanes:

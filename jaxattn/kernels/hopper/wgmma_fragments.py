@@ -1,6 +1,6 @@
 """A wgmma product [64, N] in the order in which threads hold it.
 
-In each 8 columns a thread has four numbers: two neighbours of a row, and two of the row 8 below.
+In each 8 columns a thread has four numbers: two neighbors of a row, and two of the row 8 below.
 `by_thread` is [N / 8 * 512]: for each 8 columns the four of thread 0, of thread 1, and so on. Loads
 and stores of shared memory, also of another CTA's, are then 16 contiguous bytes per thread.
 """

@@ -31,7 +31,7 @@ class RopeEpilogueParams:
 
     Attributes:
         angles: float32 [T, 128], those of each token; see `core.rope.Rotation`.
-        interleaved: Whether a pair consists of neighbours, or of dims half of them apart.
+        interleaved: Whether a pair consists of neighbors, or of dims half of them apart.
     """
 
     angles: Any

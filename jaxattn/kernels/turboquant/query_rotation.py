@@ -30,7 +30,7 @@ from jaxattn.kernels.hopper.ptx import (
 from jaxattn.kernels.turboquant.fp8_split import divided_queries, store_terms
 
 LANES = 16  # lanes that share a row
-OF_THREAD = 4  # neighbouring dims of a thread
+OF_THREAD = 4  # neighboring dims of a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

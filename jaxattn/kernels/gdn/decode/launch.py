@@ -178,7 +178,7 @@ def gdn_decode_mosaic(
     out = launch(
         lambda **refs: block(**refs).run(),
         name="gdn_decode" if call.f is None else "kda_decode",
-        # The last axis runs fastest: concurrent CTAs read neighbouring states.
+        # The last axis runs fastest: concurrent CTAs read neighboring states.
         grid={"row": batch, "key_head": op.key_heads},
         cluster={"part": blocks} if blocks > 1 else {},
         inputs=inputs,

@@ -109,7 +109,7 @@ def _layout(tile: int) -> Any:
     A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads have no
     bank conflict. Of k and q, which are held next to the states, a thread has an eighth. In
     bfloat16 the keys are 64 bytes, and 16 threads have rows four apart, which lie in different
-    halves of the swizzled 128 bytes. With neighbouring rows every load and store would be two and a
+    halves of the swizzled 128 bytes. With neighboring rows every load and store would be two and a
     select.
     """
     tiles = ((tile, DIM), (tile // 4, DIM), (8, 32), (4, 32), (2, 32), (4,))

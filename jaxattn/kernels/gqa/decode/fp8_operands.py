@@ -96,7 +96,7 @@ def in_order(x: jax.Array) -> jax.Array:
 
 
 def order_of(head_dim: int) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns, for words, a function of the first of four neighbouring columns of queries
+    """Returns, for words, a function of the first of four neighboring columns of queries
     `in_order`. It gives the two dims from which on a thread has two numbers each."""
     width = block_width(head_dim)
 

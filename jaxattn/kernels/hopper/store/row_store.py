@@ -40,7 +40,7 @@ def store_first_rows(
     [64, N].
 
     A warp has 16 rows, and stores nothing if none of them is used. Lanes exchange the numbers of
-    two neighbouring groups of 8 columns, so that each stores 16 bytes of one.
+    two neighboring groups of 8 columns, so that each stores 16 bytes of one.
     """
     if interpret:
         for ref, value in zip(refs, values, strict=True):

@@ -9,7 +9,7 @@ sending and merging again.
 `kernels/collectives/peer_transfer.py` describes the inboxes and why they lose nothing. A GPU sends
 each half of a head to one GPU only, so each CTA has a counter of its own. Every GPU owns heads, so
 each launch receives from all GPUs, and no GPU overwrites data that has not been read. CTAs that
-wait for one place are neighbours, and all CTAs before them send first.
+wait for one place are neighbors, and all CTAs before them send first.
 
 Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
 be split. Reference: `jaxattn.mla.mla_decode_context_parallel` (implementation="xla"); tests:

@@ -168,7 +168,7 @@ def _rope(page: Any, lines: Fp8PageLayout, scaled: bool) -> Any:
 def _turned(warp: Any, block: Any, four: Any) -> Any:
     """The byte offset from a warp's first scale to those of four of its tokens for a block, after
     `_turn_scales`: in the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes
-    each, the hardware serves eight at a time. These eight are two neighbouring warps' reads of one
+    each, the hardware serves eight at a time. These eight are two neighboring warps' reads of one
     block, in different banks."""
     return times(plus(times(arith.xori(block, warp), 4), four), ROW_BYTES)
 
@@ -375,7 +375,7 @@ class MlaFp8Operands:
             page, scores: As `turn_scales` has left them.
             tokens: int32 [N, 64], the token of each score.
             unit: Any numbers [N].
-            layout: The layout of `tokens`: a thread has four neighbours, the same in each row.
+            layout: The layout of `tokens`: a thread has four neighbors, the same in each row.
         """
         by_row = layout.reduce(1)
         wide = plgpu.ShapeDtypeStruct(tokens.shape, jnp.float32, layout)

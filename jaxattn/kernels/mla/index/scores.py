@@ -292,7 +292,7 @@ class IndexScoreWarpgroup:
     def _store_inline(
         self, ctx: Any, out: Any, products: Any, weights: Any, place: Any, scale: Any = None
     ) -> None:
-        """Reduces and stores the scores. In each 8 columns a thread has two neighbouring columns of
+        """Reduces and stores the scores. In each 8 columns a thread has two neighboring columns of
         a key and of the key 8 below. Four lanes have a key's columns, and each of them stores the
         scores of every fourth token."""
         del ctx

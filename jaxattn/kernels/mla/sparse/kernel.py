@@ -72,7 +72,7 @@ class MlaSparseKernel(MlaDecodeKernel):
     Attributes:
         tokens_of_row: Tokens, which are rows here, that share a row of the block tables.
         whole: Whether no list is split. A CTA then has every n-th token, so that concurrent CTAs
-            process neighbouring tokens, whose lists have much in common in L2.
+            process neighboring tokens, whose lists have much in common in L2.
     """
 
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, whole: bool):

@@ -1,7 +1,7 @@
 """Alignment of tokens to expert tiles: the work list of the grouped products.
 
 Tokens are sorted by expert. An expert's tokens begin at a multiple of 8 rows, so that whole groups
-of 8 are stored and none touches a neighbour's. The list has only experts that some token chose.
+of 8 are stored and none touches a neighbor's. The list has only experts that some token chose.
 
 Up to 8 tokens stay in place: an expert multiplies all of them, which costs as much as one, and no
 gather is needed.

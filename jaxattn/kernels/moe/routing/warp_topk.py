@@ -65,7 +65,7 @@ def _over_warp(what: str, x: Any) -> Any:
 
 
 def _tree(combine: Any, values: list[Any]) -> Any:
-    """Reduces all values by `combine`, two neighbours at a time."""
+    """Reduces all values by `combine`, two neighbors at a time."""
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
         values = [*(combine(x, y) for x, y in pairs), *values[len(values) // 2 * 2 :]]

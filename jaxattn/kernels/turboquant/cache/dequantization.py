@@ -281,7 +281,7 @@ class DequantWriter:
         return arith.select(exists, x, number(float("nan")))
 
     def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
-        """Stores float32 numbers of neighbouring dims, as float16."""
+        """Stores float32 numbers of neighboring dims, as float16."""
         place, half = self.place, ir.F16Type.get()
         _, tokens, heads, dims = ir.MemRefType(ref.type).shape
         at = plus(place.first, token)

@@ -253,7 +253,7 @@ def _of_warp(thread: WarpgroupThread, values: tuple[Any, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class KeyMean:
-    """Four neighbouring dims of the mean for each thread; several threads have the same dims."""
+    """Four neighboring dims of the mean for each thread; several threads have the same dims."""
 
     form: TurboFormat
     most: float

@@ -39,7 +39,7 @@ from jaxattn.kernels.hopper.silu import silu
 ROWS = 16  # tokens at a time, 4 for each warp
 GROUPS = CHUNK // ROWS
 AHEAD = 3  # times ROWS tokens of z in shared memory
-# 8 neighbouring lanes have 64 channels of a token, 8 each: 16 bytes, in both halves of a head.
+# 8 neighboring lanes have 64 channels of a token, 8 each: 16 bytes, in both halves of a head.
 WIDTH = 8
 LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS, 64), (4, 64), (WIDTH,))),

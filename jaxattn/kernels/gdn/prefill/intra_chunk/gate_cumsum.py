@@ -1,7 +1,7 @@
 """The gates of a chunk's value heads, from global memory to running sums of the log decays.
 
 Gates are stored token by token, and needed head by head. A row of a TMA copy has at least 16 bytes,
-that is four heads. A warp takes one value head of a copy, and each thread two neighbouring tokens:
+that is four heads. A warp takes one value head of a copy, and each thread two neighboring tokens:
 the sum takes six shuffles, for all of a warpgroup's heads at once.
 """
 

@@ -4,7 +4,7 @@ Packed row s * group + j of the pair (row b, KV head h) is token s and query hea
 is row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A CTA has packed rows in
 multiples of eight: past a pair's last one, loads return the last one again, and stores skip them.
 
-A thread has four neighbouring dims of one packed row in eight, as in the layout `SCORES`.
+A thread has four neighboring dims of one packed row in eight, as in the layout `SCORES`.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 A tile is 128 bytes of each of 64 tokens, in swizzled chunks of 16 bytes: chunk c of token i is at
 c ^ (i % 8). The tiles that wgmma reads have 8 tokens and 64 numbers, swizzled in the same way. The
-hardware serves eight lanes at a time, which have eight neighbouring tokens and the same chunk. They
+hardware serves eight lanes at a time, which have eight neighboring tokens and the same chunk. They
 therefore read and write 8 different groups of banks, 16 bytes each. A warp has 16 tokens.
 """
 
