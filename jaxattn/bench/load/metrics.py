@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that is at least as large as `percent` of all; NaN without values."""
+    """The smallest value that is at least as large as `percent`% of all; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from jaxattn.bench.offline.workload import OfflineRequest, OfflineWorkload
 
 DECODE_STEPS = 96  # tokens per row for the window in which all rows decode
-TOKENS_PER_STEP = 2048  # assumed prompt tokens per step, which bound when the last row begins
+TOKENS_PER_STEP = 2048  # assumed minimum of prompt tokens per step, for the last row's start
 LEAST_STEPS = 12  # steps that the window needs
 WARM_TOKENS = 8
 OUT, IN = "output tok/s", "input tok/s"
@@ -62,7 +62,7 @@ class StepWindow(NamedTuple):
     """The steps in which all rows decode.
 
     Attributes:
-        ms: Milliseconds per step, the median over three thirds of the window.
+        ms: Milliseconds per step, the median of the window's three thirds.
         steps: The number of steps.
     """
 
