@@ -4,8 +4,8 @@
     python -m scripts.import_graph --files      # the same for files
 
 A room is a package of one purpose, and a floor is a set of rooms that do not import each other. The
-exit code is 1, with a line for each wrong import, if a room imports from its own or a higher floor,
-if files import each other in a circle, or if a file of the engine imports a model.
+exit code is 1, with a line for each fault, in three cases: a room imports from its own or a higher
+floor, files import each other in a circle, or a file of the engine imports a model.
 """
 
 import argparse

@@ -60,7 +60,7 @@ class Op:
     Attributes:
         call: The function.
         arrays: The arrays as a line of text for `shapes`, in the order of the lowered function.
-        more: Makes arrays with several buffers, given the case's dtype and sizes.
+        more: Makes arguments that are trees of arrays, given the case's dtype and sizes.
         kernel: Whether the function is a kernel itself, without an `implementation` argument.
     """
 

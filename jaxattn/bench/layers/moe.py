@@ -3,7 +3,7 @@
 Times are those of `timing`. A call routes random logits and multiplies. Call i uses layer i of the
 stack, so L2 does not hold a layer's weights when its turn comes. The table also contains the time
 of each kernel, from a profile; `rest us` is the time of XLA's kernels. GB/s counts the weights of
-each expert that some token chose once. XLA's ragged product is timed only for few tokens.
+each chosen expert once. XLA's ragged product is timed only for few tokens.
 """
 
 import collections

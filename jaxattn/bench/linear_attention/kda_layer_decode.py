@@ -2,7 +2,7 @@
 
 Times are those of `timing`, by the method of gdn_layer_decode.py. `gdn us` is the time of a gated
 delta net with as many heads, in the same run. KDA adds 128 exponentials per head for its decay per
-channel, and no state.
+channel, but no state.
 """
 
 from functools import partial

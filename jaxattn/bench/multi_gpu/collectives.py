@@ -180,7 +180,7 @@ class AllReduceLoop:
         return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.own)))
 
     def _sums(self, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Each GPU's share is an operand, as XLA would compute a sum of equal arrays locally."""
+        """Each GPU has its own share, as XLA would compute a sum of equal arrays locally."""
 
         def turn(carry: Any, _: None) -> Any:
             share, filler, x = carry

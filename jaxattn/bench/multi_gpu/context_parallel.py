@@ -228,7 +228,7 @@ class ContextParallelCase:
         return np.random.default_rng(0).permutation(self.stripes).astype(np.int32)
 
     def fill(self) -> None:
-        """Fills caches and queries with normal numbers; the row's pages do not depend on `gpus`."""
+        """Fills caches and queries with normal numbers; each page is the same for any `gpus`."""
 
         def made() -> Any:
             places = jnp.asarray(np.argsort(self._tables()))

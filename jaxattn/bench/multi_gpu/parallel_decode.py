@@ -8,9 +8,9 @@ The bench first compiles all steps, several at a time. Then it runs the steps on
 layout, one after the other, in one process on the same GPUs. `ms` is the time per step in a run in
 which each step is dispatched before the previous one has finished.
 
-Numbers of rows whose caches do not fit on one GPU are left out. `times one GPU` is the ratio of
-tokens/s to that of one GPU with `beside B` rows: the same number of rows, or a data group's if one
-GPU has no room for all.
+A layout skips numbers of rows whose caches do not fit in its GPUs. `times one GPU` is the speedup
+in tokens/s over one GPU with `beside B` rows. These are as many rows, or those of one data group if
+one GPU has no room for all.
 
 `--xla-options KEY=VALUE ...` also times each step of several GPUs compiled with these options; it
 may be given several times. With collectives in command buffers (CUDA graphs), no graph ends at an

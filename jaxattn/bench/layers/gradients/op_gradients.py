@@ -1,5 +1,4 @@
-"""`python -m jaxattn.bench train`: forward and backward passes of ops, compared with other
-libraries in JAX.
+"""`python -m jaxattn.bench train`: ops forward and backward, compared with other JAX libraries.
 
 Before timing an op, the bench compares its gradients for `CHECKED` tokens with XLA's in float32.
 gradient_timing.py explains the columns. A baseline takes the same operands, or reports why it
