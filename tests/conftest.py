@@ -320,7 +320,7 @@ def lazy_steps(request: pytest.FixtureRequest) -> Iterator[None]:
 def untraced_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count the same bytes of temp for each step, for tests that read a plan's other lines.
 
-    To trace the steps of a published model takes a second of CPU time.
+    Tracing the steps of a published model takes a second of CPU time.
     """
     from jaxattn.engine.startup.executable_memory import ExecutableMemory
     from jaxattn.plan import device_plan
