@@ -97,7 +97,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **WHOLE_MODELS,
     "offline": serving.table(serving.OFFLINE, "offline"),
     "serve": serving.table(serving.SERVE, "serve"),
-    "losses": serving.losses_in_brief,
+    "vllm": serving.compared,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={
