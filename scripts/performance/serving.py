@@ -52,8 +52,8 @@ def table(run: str, command: str) -> Table:
 def compared() -> str:
     """Returns a table with the times of runs with default options, and a list.
 
-    The list gives, for each set of options, the number of measures in which an engine is faster, and
-    the losses of runs with other options.
+    The list gives, for each set of options, the number of measures in which an engine is faster,
+    and the losses of runs with other options.
     """
     runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
     rows = [row for run in runs for row in rows_of(run) if OURS in row and THEIRS in row]
