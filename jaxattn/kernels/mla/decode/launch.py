@@ -23,13 +23,13 @@ from jaxattn.kernels.attention.split_kv_schedule import TILE, few_rows, num_tile
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import plain_copies, require_hopper
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
+from jaxattn.kernels.mla.decode.decode_schedule import PAGE_SIZES, scheduled
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.launch import (
     MOST_COLUMNS,
     mla_decode_swap_ab,
     refuse_swap_ab,
 )
-from jaxattn.kernels.mla.decode.tile_scheduler import PAGE_SIZES, scheduled
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     RANK,

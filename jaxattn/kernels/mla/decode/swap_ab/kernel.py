@@ -25,7 +25,7 @@ from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import EMPTY
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.instructions import issue_loads
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge

@@ -3,7 +3,7 @@ AB).
 
 `mla_decode` pads S * H packed rows to tiles of 64. Here a CTA takes the packed rows as they are, up
 to 32; where there are more, another CTA reads the pages again. In kernel.py two warpgroups take in
-turns the pages that attention/work_partition.py assigns to the CTA. mla/decode/fp8_operands.py
+turns the pages that attention/work_iterator.py assigns to the CTA. mla/decode/fp8_operands.py
 widens FP8 pages. The schedule, the output and the split-KV combine are those of `mla_decode`.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries

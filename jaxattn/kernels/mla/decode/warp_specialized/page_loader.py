@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import SchedulePosition
+from jaxattn.kernels.attention.work_iterator import SchedulePosition
 from jaxattn.kernels.mla.decode.warp_specialized.smem import (
     HALF,
     LAYOUT,

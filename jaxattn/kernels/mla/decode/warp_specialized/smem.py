@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.cache.formats import BLOCK, LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE, copies_of
-from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.attention.work_iterator import WorkIterator
 from jaxattn.kernels.hopper.instructions import swizzled
 
 RANK, ROPE = 512, 64
@@ -203,12 +203,12 @@ class MlaDecodeCta:
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = self.partition()
+        self.part = self.work_iterator()
         self.packed = pl.ds(self.tile * TILE, TILE)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
 
-    def partition(self) -> WorkPartition:
-        return WorkPartition.of(self.refs, self.index)
+    def work_iterator(self) -> WorkIterator:
+        return WorkIterator.of(self.refs, self.index)
 
     def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
         """Calls write(row, known) for this CTA's share of the rows without tokens, and of the rows
