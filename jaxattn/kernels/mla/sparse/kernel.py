@@ -15,8 +15,8 @@ from jax import lax
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_iterator import WorkIterator
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
-from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.index.work_tiles import visible_keys
 from jaxattn.kernels.mla.sparse.list_mask import ListMask
 from jaxattn.kernels.mla.sparse.token_loader import (

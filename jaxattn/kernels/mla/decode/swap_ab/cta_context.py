@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_iterator import WorkIterator
+from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import SwapAbExchange, SwapAbOutputTile
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

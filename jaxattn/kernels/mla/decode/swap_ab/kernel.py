@@ -27,6 +27,7 @@ from jaxattn.kernels.attention.softmax_constants import EMPTY
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.attention.work_iterator import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.instructions import issue_loads
+from jaxattn.kernels.mla.decode.latent_tile import BLOCKS
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, SwapAbFp8Mainloop
@@ -36,7 +37,6 @@ from jaxattn.kernels.mla.decode.swap_ab.interpreter import (
 )
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import SwapAbMainloop, SwapAbWorkTile, iota
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS
-from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS
 
 
 class SwapAbKernel(SwapAbCta):

@@ -24,11 +24,11 @@ from jaxattn.kernels.attention.split_kv_schedule import packed_rows
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.fp8_operands import order_queries
+from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbConfig, SwapAbRefs
 from jaxattn.kernels.mla.decode.swap_ab.kernel import SwapAbKernel
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
 # The 512 * 32 float32 numbers of the output take 128 registers of each thread of a warpgroup.
 MOST_COLUMNS = 32

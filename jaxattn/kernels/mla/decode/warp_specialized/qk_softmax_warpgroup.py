@@ -19,13 +19,8 @@ from jaxattn.kernels.attention.work_iterator import SchedulePosition, nothing_or
 from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    LAYOUT,
-    PAGES,
-    QUARTER,
-    RANK,
-    ROPE,
-)
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, RANK, ROPE
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES
 
 BY_ROW = LAYOUT.reduce(1)
 
