@@ -40,7 +40,7 @@ _NO_GROWTH = "It never grows: allocate it from a spec that includes this one (a 
 
 
 class ArenaError(ValueError):
-    """The arena cannot serve a request. Raised while the step is traced, before anything runs."""
+    """The arena does not fit a request. Tracing a step raises this error, before anything runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +69,14 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class ArenaSpec:
-    """What scratch an op, or a whole step, needs. Hashable; holds no array and needs no device.
+    """The scratch that an op or a whole step needs. A spec is hashable, and needs no device.
 
-    Build an op's with `ArenaSpec.of` and combine with `|` (one after another: the maximum of each
-    lane) and `+` (live at the same time: the sum). `ArenaSpec()` is empty, the identity of both, so
-    `functools.reduce(operator.or_, specs, ArenaSpec())` is a step's. Persistent buffers are united
-    by name under both. A combined spec has bytes but no regions: read and write with the op's own.
+    Create the spec of an op with `ArenaSpec.of`. Combine specs of ops that run one after another
+    with `|` (the maximum of each lane), and specs that are live at the same time with `+` (the
+    sum). `ArenaSpec()` is empty, and the identity of both operators:
+    `functools.reduce(operator.or_, specs, ArenaSpec())` is the spec of a step. Both operators unite
+    persistent buffers by name. A combined spec has bytes but no regions: read and write with the
+    spec of the op.
     """
 
     op: str = "spec"
@@ -159,14 +161,16 @@ class ArenaSpec:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Arena:
-    """The buffers: a pytree to donate and to carry. Methods that write return a new `Arena`.
+    """The scratch buffers: a pytree to donate and to carry. Methods that write return a new
+    `Arena`.
 
-    Thread it like any state: one live arena at a time. Two models, or two batches in flight, take
-    two arenas. Leaves are named `arena['bfloat16']` and `arena.persistent['name']`.
+    Thread the arena like any state, with one live arena at a time. Two models, or two batches in
+    flight, need two arenas. Leaves have the names `arena['bfloat16']` and
+    `arena.persistent['name']`.
 
     Attributes:
         lanes: dtype name -> flat buffer.
-        persistent: name -> buffer of its own shape.
+        persistent: name -> buffer with its own shape.
         start: dtype name -> first element that regions may use: 0, unless `after` moved it.
     """
 
@@ -178,15 +182,15 @@ class Arena:
     def allocate(cls, spec: ArenaSpec, *, device: Any = None) -> Self:
         """Zeroed buffers of exactly `spec.nbytes` bytes.
 
-        `jax.eval_shape(lambda: Arena.allocate(spec))` is the abstract arena, for lowering a step
+        `jax.eval_shape(lambda: Arena.allocate(spec))` returns the abstract arena, to lower a step
         without allocating anything.
 
         Args:
-            device: a `jax.Device` or `Sharding`; the default device when None.
+            device: a `jax.Device` or `Sharding`; None is the default device.
 
         Raises:
-            TypeError: `spec` is no ArenaSpec.
-            ArenaError: JAX made other buffers than planned (64-bit dtypes with x64 disabled).
+            TypeError: `spec` is not an ArenaSpec.
+            ArenaError: JAX created other buffers than planned (64-bit dtypes with x64 disabled).
         """
         if not isinstance(spec, ArenaSpec):
             raise TypeError(
@@ -212,7 +216,7 @@ class Arena:
         return sum(b.size * b.dtype.itemsize for b in jax.tree.leaves(self))
 
     def check(self, spec: ArenaSpec) -> None:
-        """Raises ArenaError unless the arena holds all that `spec` asks for."""
+        """Raises ArenaError unless the arena has room for `spec`."""
         for dtype, asked in spec.lanes:
             held = self.lanes[dtype].size - self._start(dtype) if dtype in self.lanes else 0
             if asked > held or dtype not in self.lanes:
@@ -235,7 +239,8 @@ class Arena:
                 )
 
     def read(self, spec: ArenaSpec, name: str) -> Array:
-        """The region's value, in its shape. A reshape when it is the whole lane, else a slice.
+        """The region's value, in its shape: a reshape if the region is the whole lane, else a
+        slice.
 
         Raises:
             ArenaError: the arena is too small for `spec`, or `spec` has no such region.
@@ -252,8 +257,8 @@ class Arena:
         """The arena with the region set to `value`, of exactly the region's shape and dtype.
 
         Raises:
-            ArenaError: as `read`; the value's shape or dtype is not the region's; the region starts
-                past 2^31 elements.
+            ArenaError: as in `read`; the value's shape or dtype differs from the region's; or the
+                region starts after 2^31 elements.
         """
         region, first = self._find(spec, name)
         if (value.shape, value.dtype.name) != (region.shape, region.dtype):
@@ -282,12 +287,13 @@ class Arena:
     ) -> tuple[Shaped[Array, "rows width"], int]:
         """The region's whole lane as rows of `width`, and the region's first row.
 
-        For kernels: take all of it, aliased to an output, write from the first row on, and give it
-        to `with_lane`. Only reshapes, so XLA updates it in place in a scan's carry.
+        Use this method for kernels: pass the whole lane to the kernel, aliased to an output, write
+        from the first row on, and pass the output to `with_lane`. The method only reshapes, so XLA
+        updates the lane in place in the carry of a scan.
 
         Raises:
-            ArenaError: as `read`; `width` does not divide the lane (powers of two up to 1024 do);
-                the region is persistent, which is a buffer of its own (`read` and `write`).
+            ArenaError: as in `read`; `width` does not divide the lane (powers of two up to 1024
+                do); or the region is persistent, which has its own buffer (use `read` and `write`).
         """
         region, first = self._find(spec, name, in_lane=True)
         lane = self.lanes[region.dtype]
@@ -299,10 +305,12 @@ class Arena:
         return lane.reshape(-1, width), first // width
 
     def with_lane(self, spec: ArenaSpec, name: str, buffer: Shaped[Array, "rows width"]) -> Self:
-        """The arena with the region's whole lane replaced: what a kernel made of `lane`'s buffer.
+        """The arena with the region's whole lane replaced by the output of a kernel that wrote to
+        `lane`.
 
         Raises:
-            ArenaError: as `read`; the buffer has not the lane's dtype and number of elements.
+            ArenaError: as in `read`; or the buffer has another dtype or number of elements than the
+                lane.
         """
         region, _ = self._find(spec, name, in_lane=True)
         lane = self.lanes[region.dtype]
@@ -314,15 +322,17 @@ class Arena:
         return self._with(region.dtype, buffer.reshape(-1))
 
     def after(self, spec: ArenaSpec) -> Self:
-        """The same buffers for an op that must leave `spec`'s regions alone: the other part of `+`.
+        """The same buffers for an op that must not write to `spec`'s regions: the other part of a
+        `+`.
 
             first, second = mla.scratch(...), gdn.scratch(...)   # allocated from first + second
             out, lse, arena = mla_decode(..., arena=arena)
             o, state, rest = gated_delta_rule_decode(..., arena=arena.after(first))
-            arena = arena.join(rest)                             # first's regions are as they were
+            arena = arena.join(rest)                             # first's regions are unchanged
 
-        The two parts share buffers, so thread them in a row as here: never write to an older arena
-        after a newer one was made, or XLA copies the lane. Persistent buffers are shared.
+        The two parts share buffers, so use them one after another as in this example. Never write
+        to an older arena after you created a newer one, or XLA copies the lane. Both parts share
+        persistent buffers.
 
         Raises:
             ArenaError: the arena is too small for `spec`.
@@ -332,13 +342,15 @@ class Arena:
         return dataclasses.replace(self, start=_items(dict(self.start) | start))
 
     def join(self, rest: "Arena") -> Self:
-        """Ends `after`: the buffers of `rest`, which came from this arena, from its own start."""
+        """Ends `after`: the arena with the buffers of `rest`, and with its own start."""
         return dataclasses.replace(self, lanes=rest.lanes, persistent=rest.persistent)
 
     def poison(self) -> Self:
-        """The arena with NaN (integers: their maximum) in its lanes, persistent buffers untouched.
+        """The arena with NaN in its lanes (integers: their maximum). Persistent buffers are
+        unchanged.
 
-        For tests: between two ops of a step it must not change a bit of the result.
+        For tests: poisoning the arena between two ops of a step must not change a bit of the
+        result.
         """
         return dataclasses.replace(self, lanes={d: _poisoned(b) for d, b in self.lanes.items()})
 

@@ -1,17 +1,18 @@
 """Grouped-query attention (arXiv 2305.13245) over a paged cache of keys and values.
 
-Query head h reads key-value head h // (H // Hk). One layer of a model, after its projections, norms
-and rope:
+Query head h uses key-value head h // (H // Hk). One layer of a model, after its projections, norms
+and RoPE:
 
     kv_cache = gqa_cache_write(kv_cache, k, v, block_tables, seq_lens, layer=layer)
     out, lse = gqa_decode(q, kv_cache, block_tables, seq_lens, layer=layer)
 
     q [B, S, H, D]   k, v [B, S, Hk, D]   kv_cache [L, N, 2, C, Hk, D], keys at 0, values at 1
 
-Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
-pages [N, 2, C, Hk, D] or a stack [L, N, 2, C, Hk, D] with `layer`, out of which nothing is sliced.
+The token of row b at position t is in page block_tables[b, t // C], at t % C. A cache is one
+layer's pages [N, 2, C, Hk, D], or a stack [L, N, 2, C, Hk, D] with `layer`, which the ops never
+slice.
 
-A TurboQuant cache has pages of bytes, of a `TurboFormat`, and ops of its own:
+A TurboQuant cache has pages of bytes in a `TurboFormat`, and separate ops:
 
     kv_cache = turbo_cache_write(kv_cache, k, v, block_tables, seq_lens, form=form, layer=layer)
     out, lse = turbo_attention(q, kv_cache, block_tables, seq_lens, form=form, layer=layer)
@@ -21,8 +22,8 @@ A TurboQuant cache has pages of bytes, of a `TurboFormat`, and ops of its own:
 
 from jaxattn.core.cache.formats import KVFormat as KVFormat
 from jaxattn.core.turboquant.codec import TurboFormat as TurboFormat
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule as PairSchedule
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule as PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch as scratch
 from jaxattn.ops.gqa.append import gqa_append as gqa_append
 from jaxattn.ops.gqa.append import pack_gqa_weights as pack_gqa_weights

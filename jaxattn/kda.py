@@ -1,14 +1,15 @@
 """Kimi Delta Attention: chunked prefill and training, token recurrence, decode on a state pool.
 
-It is the gated delta rule (`jaxattn.gdn`) whose decay is a vector. For each head, with log decays
-`g_t` of `[Dk]`, writing strength `beta_t` and state `S` of `[Dv, Dk]`:
+Kimi Delta Attention is the gated delta rule (`jaxattn.gdn`) with a vector as its decay. For each
+head, with log decays `g_t` of `[Dk]`, writing strength `beta_t` and state `S` of `[Dv, Dk]`:
 
     S   <- S diag(exp(g_t))
     S   <- S + beta_t (v_t - S k_t) k_t^T
     o_t  = scale * S q_t
 
 States, slots, packed sequences, checkpoints and padding are as in `jaxattn.gdn`.
-Kimi Linear (2025); Kimi-Linear-48B and Ling-3.0 are built on it.
+
+Source: Kimi Linear (2025). Kimi-Linear-48B and Ling-3.0 use this rule.
 """
 
 from jaxattn.core.cache.state_pool import state_read as state_read

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over a paged cache.
 
-What is cached per token is one latent [D = R + P]: R dims that hold keys and values of all heads,
-and P rotated dims that all heads share. Decode attends in the latent (weights absorbed), prefill
-expands it. One layer of a model, after its projections, norms and rope:
+The cache stores one latent [D = R + P] per token: R dims for the keys and values of all heads, and
+P rotated dims that all heads share. Decode attends to the latents directly (with absorbed weights),
+and prefill expands them. One layer of a model, after its projections, norms and RoPE:
 
     latent  [B, S, D]     concatenate([norm(c_kv), rope(k_pe)], -1)
     kv_cache = mla_cache_write(kv_cache, latent, block_tables, seq_lens, layer=layer)
@@ -10,20 +10,20 @@ expands it. One layer of a model, after its projections, norms and rope:
     out, lse = mla_decode(q, kv_cache, block_tables, seq_lens, scale=scale, layer=layer)
     values  [B, S, H, Dv] absorb_output(out, w_uv)
 
-DeepSeek Sparse Attention chooses the tokens that a query attends to: `mla_index_write` caches an
-index key beside each latent, `mla_index` finds the `top_k` positions of a query, and
-`mla_sparse_decode` and `mla_sparse_prefill` attend to those.
+DeepSeek Sparse Attention chooses the tokens that a query attends to. `mla_index_write` caches an
+index key for each latent, and `mla_index` finds the `top_k` positions of a query.
+`mla_sparse_decode` and `mla_sparse_prefill` attend to these positions.
 
-Row b's token at position t lies in page block_tables[b, t // C], slot t % C. A cache is one layer's
-pages [N, C, Ds] or a stack [L, N, C, Ds] with `layer`, out of which nothing is ever sliced. Ds is
-D, or a latent's bytes where it is stored block-scaled (`LatentFormat`).
+The token of row b at position t is in page block_tables[b, t // C], at t % C. A cache is one
+layer's pages [N, C, Ds], or a stack [L, N, C, Ds] with `layer`, which the ops never slice. Ds is D,
+or the bytes of a block-scaled latent (`LatentFormat`).
 """
 
 from jaxattn.core import deprecation as _deprecation
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import Schedule as Schedule
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge as ContextParallelMerge
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query

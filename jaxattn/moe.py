@@ -1,13 +1,16 @@
-"""Mixture of experts: a router, and a gated MLP per expert that only its own tokens take.
+"""Mixture of experts: a router, and a gated MLP per expert, which only the expert's tokens use.
 
-With float32 scores of E experts per token, of which it takes the best K:
+The router computes float32 scores of E experts per token, and each token uses the best K experts:
 
     ids, weights = route(x @ router_weight, bias, Router(experts=E, top_k=K, ...))
     y_t = sum_k weights[t, k] * down_e(silu(gate_e x_t) * up_e x_t),   e = ids[t, k]
 
-A step of few tokens is bound by the bytes of the weights that it reads. The kernels read those of
-chosen experts alone, where they lie in the stack of layers, as checkpoints have them.
-Shazeer et al., "Outrageously Large Neural Networks" (2017); routers as in DeepSeek-V2 and V3.
+The time of a step with few tokens depends on the bytes of weights that the step reads. The kernels
+read only the weights of the chosen experts, directly from the stack of layers, in the layout of
+checkpoints.
+
+Source: Shazeer et al., "Outrageously Large Neural Networks" (2017). The routers follow DeepSeek-V2
+and V3.
 """
 
 from jaxattn.kernels.moe.launch import scratch as scratch

@@ -10,6 +10,7 @@ import pytest
 
 import jaxattn
 from jaxattn import gdn, mla
+from tests.helpers.fresh_process import said_by_a_fresh_process
 
 FAMILIES = ("mla", "gqa", "gdn", "kda")
 # What a model needs of a family, by the names that serve it. Roles that a family has not are said.
@@ -107,9 +108,31 @@ def test_two_parameters_that_need_each_other_are_one():
 def test_what_is_public_at_the_top_is_its_family_s():
     for family in ("mla", "gdn"):
         module = importlib.import_module(f"jaxattn.{family}")
-        for name in set(vars(module)) & set(vars(jaxattn)):
+        for name in set(vars(module)) & set(dir(jaxattn)):
             if not name.startswith("_"):
                 assert getattr(module, name) is getattr(jaxattn, name)
+
+
+def test_every_name_at_the_top_is_typed_and_is_imported_when_it_is_used():
+    """What a type checker reads are the names and the modules that a program gets."""
+    tree = ast.parse(Path(inspect.getfile(jaxattn)).read_text())
+    [typed] = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(typed.test) == "TYPE_CHECKING"
+    lines = [(line.module, *line.names) for line in typed.body]
+    assert all(name.name == name.asname for _, name in lines)
+    assert [name.name for _, name in lines] == jaxattn.__all__
+    for module, name in lines:
+        found = getattr(jaxattn, name.name)
+        assert found is getattr(importlib.import_module(module), name.name)
+        assert name.name in dir(jaxattn) and vars(jaxattn)[name.name] is found
+    assert jaxattn.models is importlib.import_module("jaxattn.models")
+    with pytest.raises(AttributeError, match="module 'jaxattn' has no attribute 'mla_encode'"):
+        _ = jaxattn.mla_encode
+    assert not hasattr(jaxattn, "_none")
+
+
+def test_an_op_is_imported_without_the_engine():
+    assert said_by_a_fresh_process("imported with the package") == "False\njax\n"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Proof that a compiled step keeps its donated buffers in place, read from what XLA compiled.
+"""Proof that a compiled step keeps its donated buffers in place, from the optimized HLO.
 
     compiled = jax.jit(step, donate_argnames="state").lower(params, state, batch).compile()
     print(check_aliasing(compiled))
 
-Donation is a request that JAX and XLA may decline without an error. The optimised HLO tells what
-became of it: `input_output_alias` in its header, and every copy that had to be added. Arguments are
-followed through tuples, loops, branches, calls and fusions to those copies, to give them names.
+Donation is a request that JAX and XLA may decline without an error. The optimized HLO shows the
+result: `input_output_alias` in its header, and every copy that XLA had to add. The check follows
+arguments through tuples, loops, branches, calls and fusions to these copies, and reports their
+names.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ _ADVICE = "carry it whole, and after a write read only what was written"
 
 
 class AliasingError(ValueError):
-    """A compiled step does not update its donated buffers in place. One line for each finding."""
+    """A compiled step does not update its donated buffers in place. Each finding has a line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,12 @@ class BufferCopy:
     """An instruction that copies an argument, or part of one.
 
     Attributes:
-        leaf: the argument's name, such as `state.arena['bfloat16']`.
-        nbytes: bytes that one execution copies out of it or into it, of `leaf_nbytes`.
-        loop: the innermost while loop around the instruction; None when it runs once a step.
-        instruction: its name in the HLO text.
-        op_name: what it came from, in JAX's words; often empty for a copy that XLA added.
+        leaf: The argument's name, such as `state.arena['bfloat16']`.
+        nbytes: The bytes that one execution copies out of the argument or into it.
+        leaf_nbytes: The bytes of the whole argument.
+        loop: The innermost while loop around the instruction; None if it runs once per step.
+        instruction: The instruction's name in the HLO text.
+        op_name: JAX's name of its origin; often empty for a copy that XLA added.
     """
 
     leaf: str
@@ -55,13 +57,14 @@ class BufferCopy:
 
 @dataclasses.dataclass(frozen=True)
 class AliasingReport:
-    """What a step that passed does. Bytes are those of one device.
+    """The result of a step that passed the check. Bytes are per device.
 
     Attributes:
-        donated_bytes: of the donated arguments.
-        aliased_bytes: of those that XLA aliased to an output.
-        temp_bytes: XLA's own scratch; None where the backend does not tell.
-        copies: every copy of more than `slack` bytes of any argument, weights too, largest first.
+        donated_bytes: The bytes of the donated arguments.
+        aliased_bytes: The bytes of those that XLA aliased to an output.
+        temp_bytes: The bytes of XLA's temp; None if the backend does not report them.
+        copies: Every copy of more than `slack` bytes of any argument, including weights, largest
+            first.
     """
 
     donated_bytes: int
@@ -91,30 +94,32 @@ def check_aliasing(
     layers: tuple[int, int] | None = None,
     layer_bytes: int = 0,
 ) -> AliasingReport:
-    """Checks that a step updates its donated buffers in place and that depth costs no scratch.
+    """Checks that a step updates its donated buffers in place, and that depth costs no scratch.
 
-    Fails when a donated leaf is not aliased to an output; when `fraction` of a donated leaf or more
-    is copied, in a loop or once a step, also by a slice, a transpose, a cast or a fusion that does
-    nothing else; and, given `shallower`, when temp or unaliased outputs grow with the layers. Not a
-    copy: a gather, a slice that XLA fused into the op reading it, and a `copy` instruction that has
-    no second buffer to go to (temp is smaller than it, so XLA made it a no-op). Nor is a result as
-    large as the leaf that is computed from it beside its new value: that is temp, so give
-    `shallower`.
+    The check fails if a donated leaf is not aliased to an output. It fails if at least `fraction`
+    of a donated leaf is copied, in a loop or once per step. A slice, a transpose, a cast, or a
+    fusion that does nothing else counts as a copy. With `shallower`, it also fails if temp or
+    unaliased outputs grow with the number of layers.
+
+    A gather is not a copy, nor is a slice that XLA fused into the op that reads it. A `copy`
+    instruction larger than temp does not count: it has no second buffer, so XLA made it a no-op. A
+    result as large as the leaf that is computed next to the leaf's new value is temp, so give
+    `shallower` to find it.
 
     Args:
         compiled: `jax.jit(step, donate_argnames=...).lower(...).compile()`, on any backend.
-        fraction: of a leaf's bytes.
-        slack: bytes; copies and growth with depth up to this pass.
-        exclude: parts of leaf names; donated leaves with one of them in their name are not checked.
-        shallower: the same step, compiled for fewer layers.
-        layers: how many layers `compiled` and `shallower` have; needed with `layer_bytes`.
-        layer_bytes: temp or unaliased output bytes that each layer's own inputs explain.
+        fraction: The fraction of a leaf's bytes that must not be copied.
+        slack: The bytes up to which copies and growth with depth pass.
+        exclude: Parts of leaf names. Donated leaves whose name contains one are not checked.
+        shallower: The same step, compiled for fewer layers.
+        layers: The numbers of layers of `compiled` and `shallower`; needed with `layer_bytes`.
+        layer_bytes: The temp or unaliased output bytes that each layer's own inputs explain.
 
     Raises:
-        TypeError: `compiled` or `shallower` is no compiled step.
-        AliasingError: a line for each finding, with the leaf's name.
-        ValueError: `exclude` is in no donated leaf's name, or one of `shallower`, `layers` and
-            `layer_bytes` lacks another that it needs.
+        TypeError: `compiled` or `shallower` is not a compiled step.
+        AliasingError: The step fails the check. Each finding has a line with the leaf's name.
+        ValueError: A string of `exclude` is in no donated leaf's name, or one of `shallower`,
+            `layers` and `layer_bytes` lacks another that it needs.
     """
     for name, each in (("compiled", compiled), ("shallower", shallower)):
         if not hasattr(each, "as_text") and (each is not None or name == "compiled"):
@@ -153,7 +158,7 @@ def check_aliasing(
                 "return its new value, with the same shape and dtype"
             )
         large = [c for c in copies if c.leaf == leaf.name and c.nbytes >= fraction * leaf.nbytes]
-        # The loop's copies first: they cost the most, and explain those around the loop.
+        # Copies in a loop come first, because they cost the most and explain those around the loop.
         for worst in sorted(large, key=lambda copy: copy.loop is None)[:1]:
             others = f", and in {len(large) - 1} more places" if len(large) > 1 else ""
             findings.append(f"{worst}{others}: {_ADVICE}")
@@ -194,13 +199,13 @@ def _unaliased(memory: Any) -> int:
 class _ArgumentLeaf:
     name: str
     donated: bool
-    parameter: int | None  # of the entry computation; None when JAX dropped it as unused
+    parameter: int | None  # of the entry computation; None if JAX dropped it as unused
     nbytes: int
 
 
 def _leaves(compiled: jax.stages.Compiled, module: HloModule) -> list[_ArgumentLeaf]:
     flat = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
-    # JAX drops unused arguments; in its public API, what tells is that they have no sharding.
+    # JAX drops unused arguments. In its public API, only their missing sharding shows that.
     tree: Any = compiled.in_tree
     kept = [sharding is not None for sharding in tree.flatten_up_to(compiled.input_shardings)]
     parameters = module.parameters
@@ -208,7 +213,7 @@ def _leaves(compiled: jax.stages.Compiled, module: HloModule) -> list[_ArgumentL
     if first < 0:
         raise AliasingError(f"{sum(kept)} arguments do not match {len(parameters)} HLO parameters")
     numbers = [first + sum(kept[:i]) if keep else None for i, keep in enumerate(kept)]
-    # Python names of arguments are in the HLO alone, as "state.arena['bfloat16']".
+    # Only the HLO has the Python names of arguments, as "state.arena['bfloat16']".
     prefixes = {}
     for (path, _), number in zip(flat, numbers, strict=True):
         suffix = jax.tree_util.keystr(path[2:])
@@ -226,7 +231,7 @@ def _leaves(compiled: jax.stages.Compiled, module: HloModule) -> list[_ArgumentL
 
 
 def _copies(module: HloModule, leaves: list[_ArgumentLeaf], memory: Any) -> list[BufferCopy]:
-    """Every copy of an argument, largest first."""
+    """Returns every copy of an argument, largest first."""
     sizes = {leaf.parameter: leaf.nbytes for leaf in leaves if leaf.parameter is not None}
     tracer = CopyAnalysis(module, sizes)
     outputs = tracer.run(
@@ -234,8 +239,9 @@ def _copies(module: HloModule, leaves: list[_ArgumentLeaf], memory: Any) -> list
     )
     for out, parameter in module.aliases.items():
         tracer.note_store(module.entry, out, frozenset({parameter}), None)
-    # A plain copy larger than what XLA has besides the arguments can only go to an argument's own
-    # buffer: to that of another argument if it returns one as the other, else nowhere.
+    # A plain copy larger than XLA's memory besides the arguments can only go to an argument's own
+    # buffer. If the step returns one argument as another, it goes to the other's buffer; else it is
+    # a no-op.
     room = math.inf if memory is None else memory.temp_size_in_bytes + _unaliased(memory)
     crossing = {
         origin

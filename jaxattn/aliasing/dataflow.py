@@ -1,8 +1,9 @@
 """Dataflow analysis of an HLO module: the origins of its values, and the instructions that copy.
 
-A value's origins are the entry parameters that it is a version of: the parameter itself, what was
-moved out of it, what was written into it, and what was computed from it in its own type. They are
-followed through tuples, loops, branches, calls, fusions and kernels that alias an operand.
+The origins of a value are the entry parameters of which the value is a version. Versions are the
+parameter itself, values moved out of it or written into it, and values of its type computed from
+it. The analysis follows them through tuples, loops, branches, calls, fusions and kernels that alias
+an operand.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from jaxattn.aliasing.hlo import FREE, MOVES, UPDATES, HloInstruction, HloModule, Path
 
-# Path into a value that may be a tuple -> entry parameters that the array there is a version of.
+# Path into a value that may be a tuple -> entry parameters of which the array there is a version.
 Origins = dict[Path, frozenset[int]]
 
 
@@ -31,7 +32,7 @@ def _under(value: Origins, *path: int) -> Origins:
 
 
 class CopyAnalysis:
-    """Evaluates computations on origins and notes the copies that it meets."""
+    """Evaluates computations on origins and records the copies that it finds."""
 
     def __init__(self, module: HloModule, sizes: dict[int, int]):
         self.module = module
@@ -51,7 +52,7 @@ class CopyAnalysis:
     def note_store(
         self, computation: str, out: Path, origins: Collection[int], loop: str | None
     ) -> None:
-        """Notes a copy whose result is stored over the origins: output `out` of a computation."""
+        """Records a copy that is stored over the origins, as output `out` of a computation."""
         within = self.module.computations[computation]
         i = self.module.roots[computation]
         path = list(out)
@@ -69,7 +70,7 @@ class CopyAnalysis:
     def run(
         self, computation: str, args: list[Origins], loop: str | None = None, quiet: bool = False
     ) -> Origins:
-        """The origins of what a computation returns."""
+        """Returns the origins of a computation's result."""
         within = self.module.computations[computation]
         values: dict[str, Origins] = {}
         for name, i in within.items():
@@ -86,7 +87,7 @@ class CopyAnalysis:
         loop: str | None,
         quiet: bool,
     ) -> Origins:
-        if i.opcode.endswith("-start"):  # its result is a tuple: of a copy the result, the operand
+        if i.opcode.endswith("-start"):  # its result is a tuple; a copy's is (result, operand)
             whole = dataclasses.replace(i, opcode=i.opcode.removesuffix("-start"))
             value = self.step(within, whole, inputs, args, loop, quiet)
             return _under(value, 0 if whole.opcode == "copy" else 1)
@@ -135,7 +136,7 @@ class CopyAnalysis:
     def computed(
         self, within: dict[str, HloInstruction], i: HloInstruction, inputs: list[Origins]
     ) -> Origins:
-        """What is computed from a leaf and has its type is its next version."""
+        """Returns a leaf as origin of values that are computed from it and have its type."""
         origins: set[int] = set()
         for operand, value in zip(i.operands, inputs, strict=True):
             if i.array and operand in within and within[operand].type.startswith(i.array):
@@ -145,10 +146,10 @@ class CopyAnalysis:
     def moved(
         self, computation: str, inputs: list[Origins]
     ) -> Iterator[tuple[frozenset[int], int]]:
-        """Origins, and bytes, of what a fusion writes that it moved and did not compute.
+        """Yields the origins and bytes that a fusion writes without computing them.
 
-        A fusion that ends in an update writes the update alone, in place, when nothing but bitcasts
-        and other updates lies between that and the parameter it updates.
+        A fusion that ends in an update writes only the update, in place, if nothing but bitcasts
+        and other updates lies between the update and the parameter that it updates.
         """
         within, root = self.module.computations[computation], self.module.roots[computation]
 

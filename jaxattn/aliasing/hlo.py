@@ -1,10 +1,11 @@
-"""A parser of optimised HLO text, as far as following values through a module needs it.
+"""A parser of optimized HLO text, limited to the needs of the dataflow analysis.
 
-    module = Module(compiled.as_text())
-    module.computations[module.entry]   # name -> Instruction, operands before users
+    module = HloModule(compiled.as_text())
+    module.computations[module.entry]   # name -> HloInstruction, operands before users
     module.aliases                      # output -> the parameter that it is written over
 
-Both what XLA's CPU and what its GPU backend prints: command buffers, asynchronous pairs, fusions.
+The parser supports XLA's CPU and GPU backends, with command buffers, asynchronous pairs and
+fusions.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import functools
 import math
 import re
 
-Path = tuple[int, ...]  # into a value that may be a tuple; () is the value itself
+Path = tuple[int, ...]  # path into a value that may be a tuple; () is the value itself
 
 
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s.*->.*\{\s*$")
@@ -23,11 +24,11 @@ _CALLED = re.compile(r"\b(calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%[\w
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
-# Instructions whose result is their first operand's data, elsewhere (concatenate: every operand's).
+# Instructions that move their first operand's data (concatenate: every operand's) elsewhere.
 MOVES = frozenset(
     "copy slice dynamic-slice transpose convert reverse reshape pad concatenate".split()
 )
-# The same in the same place.
+# Instructions whose result is their first operand's data in the same place.
 FREE = frozenset("bitcast bitcast-convert optimization-barrier domain add-dependency".split())
 # Instructions that overwrite part of their first operand.
 UPDATES = frozenset({"dynamic-update-slice", "scatter"})
@@ -66,14 +67,17 @@ class HloInstruction:
 
     @property
     def body(self) -> str:
-        """Of a while: the computation that is its body."""
+        """The name of a while loop's body computation."""
         found = re.search(r"\bbody=%([\w.\-]+)", self.attributes)
         assert found is not None, self
         return found[1]
 
     @property
     def aliases(self) -> list[tuple[Path, int, Path]]:
-        """Of a custom call (output, operand, place in it): how a Pallas kernel updates in place."""
+        """The in-place updates of a custom call such as a Pallas kernel, as triples.
+
+        They are (path of the output, index of the operand, path in the operand).
+        """
         found = _ALIAS.findall(_value(self.attributes, "output_to_operand_aliasing="))
         return [(_path(out), int(operand), _path(place)) for out, operand, place in found]
 
@@ -90,14 +94,14 @@ class HloInstruction:
 
     @property
     def data(self) -> list[str]:
-        """The operands that hold data: not indices, not padding."""
+        """The operands that hold data, without indices and padding."""
         return self.operands if self.opcode == "concatenate" else self.operands[:1]
 
 
 class HloModule:
-    """Computations by name; their instructions by name, operands before users.
+    """Computations by name, each with its instructions by name, operands before users.
 
-    `entry` is the name of the one that runs, "" if the text has none.
+    `entry` is the name of the entry computation, "" if the text has none.
     """
 
     def __init__(self, text: str):
@@ -115,7 +119,7 @@ class HloModule:
                 if found[1]:
                     self.roots[name] = instruction
         header = text.partition("\n")[0]
-        # () when there is one output.
+        # The path is () if there is one output.
         self.aliases: dict[Path, int] = {
             _path(out): int(parameter)
             for out, parameter, _ in _ALIAS.findall(_value(header, "input_output_alias="))
@@ -137,7 +141,7 @@ def _instruction(name: str, rest: str) -> HloInstruction:
 
 
 def _balanced(text: str) -> str:
-    """From the bracket that `text` starts with to the one that closes it."""
+    """Returns `text` from its first bracket to the one that closes it."""
     depth = 0
     for end, character in enumerate(text):
         depth += (character in "({") - (character in ")}")

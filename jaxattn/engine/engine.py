@@ -1,14 +1,14 @@
-"""Continuous batching over compiled steps: requests in, tokens out as they appear.
+"""Continuous batching over compiled steps: takes requests and returns tokens as they are generated.
 
     with Engine(model, params, Limits(batch=4)) as engine:
         print(engine.plan.total)
         completions = engine.generate([Request(b"def fib(n):"), Request(b"import ")])
 
-`generate` is a loop over `add` and `step`. Each `step` sends a round of the device's steps, and
-gives the events of a round before it (execution/overlap_loop.py). A row that finishes frees its
-pages and its slot, and the next waiting request takes them (scheduling/scheduler.py). The steps are
-executables of fixed shapes, so nothing can be compiled after `start`. State and rows are donated to
-each step and come back in the same buffers.
+`generate` is a loop over `add` and `step`. Each `step` sends a round of steps to the device and
+returns the events of an earlier round (execution/overlap_loop.py). A row that finishes frees its
+pages and its slot for the next waiting request (scheduling/scheduler.py). The steps are executables
+of fixed shapes, so nothing is compiled after `start`. Each step receives the state and the rows as
+donated arguments and returns them in the same buffers.
 """
 
 import time
@@ -48,25 +48,27 @@ OnFinish = Callable[[Completion], None]
 
 
 class Engine(EngineLifecycle):
-    """A model compiled for `Limits`. One thread at a time; another gets an `EngineBusyError`.
+    """A model compiled for `Limits`. Only one thread may use it at a time.
+
+    A call from a second thread raises `EngineBusyError`.
 
     Args:
-        model: a `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
-        params: its parameters; an argument of the steps, never captured.
-        limits, devices, implementation, on_compile, workers, parallel: see `prepare`.
-        strict: a trace, a compilation or a new buffer after the warm-up raises SealError; otherwise
-            it is counted in `seal`.
-        detokenize: tokens to text, for requests with stop strings.
+        model: A `jaxattn.models.Model`, such as `jaxattn.models.Hybrid(config)`.
+        params: The model's parameters. The steps take them as an argument and never capture them.
+        limits, devices, implementation, on_compile, workers, parallel: See `prepare`.
+        strict: If True, a trace, a compilation or a new buffer after the warm-up raises SealError.
+            Otherwise `seal` only counts it.
+        detokenize: A function from tokens to text, which requests with stop strings need.
 
     Attributes:
-        model, limits: as given; with `utilization`, the limits have the pages that fit.
-        plan: what memory the engine takes and why.
-        scheduler: rows, waiting requests and pools.
-        seal: what was compiled or allocated after the warm-up.
-        stats: of the last `generate`, or of what was added since.
+        model, limits: The arguments; with `utilization`, the limits hold the pages that fit.
+        plan: The device memory that the engine takes, with a reason for each item.
+        scheduler: The rows, the waiting requests and the pools of pages and slots.
+        seal: The guard that counts compilations and new buffers after the warm-up.
+        stats: Statistics since the last call of `generate` began, or since the engine was created.
 
     Raises:
-        TypeError, ValueError, PlanError, Refusal: see `prepare`.
+        TypeError, ValueError, PlanError, Refusal: See `prepare`.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Engine(EngineLifecycle):
     def of(
         cls, prepared: EngineBuild, *, strict: bool = False, detokenize: Detokenize | None = None
     ) -> Self:
-        """An engine of what `prepare` made; `start(params)` gives it its parameters."""
+        """Creates an engine from the result of `prepare`; `start(params)` supplies parameters."""
         engine = cls.__new__(cls)
         engine._open(prepared, strict, detokenize)
         return engine
@@ -108,26 +110,27 @@ class Engine(EngineLifecycle):
     # --- requests in, events out
 
     def add(self, request: Request) -> int:
-        """Queues a request and returns its id. One that can never be served is refused.
+        """Queues a request and returns its id.
 
-        The refusal comes as a `FinishEvent` of the next `step`.
+        If the engine can never serve the request, the next `step` returns a `FinishEvent` with the
+        reason `REFUSED`.
 
         Raises:
-            TypeError: it is no `Request`.
-            ValueError: a request with its id is running or waiting.
-            EngineBusyError: another thread uses the engine.
-            RuntimeError: the engine is closed.
+            TypeError: `request` is not a `Request`.
+            ValueError: A request with the same id is running or waiting.
+            EngineBusyError: Another thread uses the engine.
+            RuntimeError: The engine is closed.
         """
         with self._alone("add", nested=True):
             return self._add(request)
 
     def abort(self, id: int) -> bool:
-        """Ends a request, running or waiting; False if there is none with this id.
+        """Ends a running or waiting request. Returns False if no request has this id.
 
-        What it generated comes as a `FinishEvent` of the next `step`.
+        The next `step` returns a `FinishEvent` with the tokens that the request has generated.
 
         Raises:
-            EngineBusyError: another thread uses the engine.
+            EngineBusyError: Another thread uses the engine.
         """
         with self._alone("abort", nested=True):
             row = next((r for r in self.scheduler.rows.values() if r.request.id == id), None)
@@ -141,23 +144,25 @@ class Engine(EngineLifecycle):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether there are requests, events or steps in flight for `step` to process."""
         flying = self._loop is not None and self._loop.in_flight
         return self.scheduler.busy or bool(self._endings.events) or flying
 
     def step(self) -> list[Event]:
-        """Sends a round: at most one prefill step, and a call of decode steps: one token for each
-        row that decodes, or up to `Limits.round_steps`.
+        """Sends a round of steps to the device and returns the events of an earlier round.
+
+        A round is at most one prefill step and one call of decode steps. The call gives one token
+        to each row that decodes, or up to `Limits.round_steps` tokens.
 
         Returns:
-            What an earlier round told, and first tokens of this one. Up to two rounds that are sent
-            are read by later calls.
+            The events of an earlier round, and the first tokens of this one. Up to two rounds stay
+            in flight; later calls return their events.
 
         Raises:
-            EngineBusyError: another thread uses the engine, or a callback called it.
-            SealError: the engine is strict and something was compiled or allocated. After this and
-                any other error, Ctrl-C too, the rows have ended: their states may have gone on
-                without them. Requests that wait are served by the next `step`.
+            EngineBusyError: Another thread uses the engine, or a callback called it.
+            SealError: The engine is strict, and something was compiled or allocated. This and any
+                other error, including Ctrl-C, ends all rows, because the device may have advanced
+                their states. The next `step` serves the requests that wait.
         """
         with self._alone("step"):
             self._start()
@@ -171,24 +176,25 @@ class Engine(EngineLifecycle):
         on_token: OnToken | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[Completion]:
-        """Serves all requests; the completions are in the requests' order.
+        """Serves all requests and returns their completions in the same order.
 
-        A request that can never be served is refused, and the others are served. A request
-        without an id gets its place in the list.
+        A request that the engine can never serve is refused; the engine serves the others. A
+        request without an id gets its index in the list as its id.
 
         Args:
-            on_token: called with each token as soon as it is known, stop tokens aside.
-            on_finish: called when a request is done or refused.
+            on_token: A function that the engine calls with each token as soon as it is known,
+                except stop tokens.
+            on_finish: A function that the engine calls when a request is done or refused.
 
         Raises:
-            TypeError: `requests` is one request, something in it is none, or a callback cannot be
-                called.
-            ValueError: two requests have the same id.
-            GenerationInterrupted: Ctrl-C, at any time. It holds what was generated, and the engine
-                stays usable.
-            EngineBusyError: another thread uses the engine, a callback called it, or requests that
-                were added are not done.
-            SealError: the engine is strict and something was compiled or allocated.
+            TypeError: `requests` is a single request, an element is not a request, or a callback
+                is not callable.
+            ValueError: Two requests have the same id.
+            GenerationInterrupted: The user pressed Ctrl-C. The exception holds the results so far,
+                and the engine stays usable.
+            EngineBusyError: Another thread uses the engine, a callback called it, or requests from
+                `add` are not done.
+            SealError: The engine is strict, and something was compiled or allocated.
         """
         for name, call in (("on_token", on_token), ("on_finish", on_finish)):
             if call is not None and not callable(call):
@@ -212,29 +218,30 @@ class Engine(EngineLifecycle):
         min_p: float = 0.0,
         starts: Iterable[int] | None = None,
     ) -> list[Sequence[Logprobs | None]]:
-        """The log-probabilities of the tokens of texts, each given the tokens before it.
+        """Returns the log-probability of each token of some texts, given the tokens before it.
 
             [found] = engine.score([tokens])
             perplexity = math.exp(-sum(each.token for each in found[1:]) / len(found[1:]))
 
         Args:
-            top: how many likely alternatives are told with each token, 0 to 20.
-            temperature, top_k, top_p, min_p: of the distribution, as in `Request`. By default it is
-                the model's own. A token that the others leave out has -inf.
-            starts: of each text, how many tokens its prompt has. The tokens behind it are replayed
-                by decode steps: each has the bits that it had when a row drew it. Engines of
-                `Limits(reproducible=True)` do it.
+            top: The number of most likely tokens to return with each token, 0 to 20.
+            temperature, top_k, top_p, min_p: The parameters of the distribution, as in `Request`.
+                By default it is the model's own. A token that `top_k`, `top_p` or `min_p` excludes
+                has the log-probability -inf.
+            starts: The length of each text's prompt. Decode steps replay the tokens after the
+                prompt, so each one gets the same bits as when a row sampled it. Only an engine
+                with `Limits(reproducible=True)` supports `starts`.
 
         Returns:
-            Of each text what each of its tokens had; None of the first, before which nothing
-            stands, and with `starts` of all of the prompt. `jaxattn.logprob_array` makes an array
-            of them.
+            A sequence for each text, with an entry per token. The entry of the first token is
+            None, because no token precedes it; with `starts`, so are those of the whole prompt.
+            `jaxattn.logprob_array` converts the result to an array.
 
         Raises:
-            TypeError, ValueError: see `Request` and `generate`; `starts` are not one for each text,
-                from 1 to its length.
-            RuntimeError: a text cannot be served, or its logits were not finite; the message says
-                which and why.
+            TypeError, ValueError: See `Request` and `generate`; or `starts` does not hold one
+                number for each text, from 1 to its length.
+            RuntimeError: The engine cannot serve a text, or its logits were not finite. The
+                message names the text and the reason.
         """
         options: dict[str, Any] = dict(
             temperature=temperature,
@@ -257,22 +264,22 @@ class Engine(EngineLifecycle):
     def embed(
         self, prompts: Iterable[Sequence[int]], *, pooling: str = "last"
     ) -> Float[np.ndarray, "prompts hidden"]:
-        """Embeddings of texts, of the hidden states behind the model's final norm.
+        """Returns embeddings of texts, pooled from the hidden states after the final norm.
 
             one, other = engine.embed([tokens, others], pooling="mean")
             similarity = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
 
         Args:
-            pooling: "mean" of all tokens, or the "last" token. Which of them is of use depends on
-                how the model was trained.
+            pooling: "mean" for the mean of all tokens, or "last" for the last token. The useful
+                choice depends on how the model was trained.
 
         Returns:
-            float32, a row for each text, not normalized.
+            A float32 array with a row for each text, not normalized.
 
         Raises:
-            TypeError, ValueError: see `Request` and `generate`.
-            RuntimeError: a text cannot be served, or its hidden states were not finite; the message
-                says which and why.
+            TypeError, ValueError: See `Request` and `generate`.
+            RuntimeError: The engine cannot serve a text, or its hidden states were not finite. The
+                message names the text and the reason.
         """
         requests = [Request(each, max_tokens=0, pooling=pooling) for each in prompts]
         found = np.zeros((len(requests), *self.model.hidden_shape.shape), np.float32)
@@ -281,7 +288,7 @@ class Engine(EngineLifecycle):
         return found
 
     def _whole(self, what: str, requests: list[Request]) -> list[Completion]:
-        """What became of requests for no tokens, all of which were served."""
+        """Serves requests and raises RuntimeError unless each one ended by its length."""
         done = self.generate(requests)
         for place, each in enumerate(done):
             if each.finish_reason is not FinishReason.LENGTH:
@@ -316,7 +323,7 @@ class Engine(EngineLifecycle):
         on_token: OnToken | None,
         on_finish: OnFinish | None,
     ) -> None:
-        """A round of `generate`. Its events are gone when it returns."""
+        """Runs one round of `generate`, and frees its events before it returns."""
         events = self._step()
         ended = [event for event in events if isinstance(event, FinishEvent)]
         for event in ended:  # before a callback can be interrupted
@@ -324,7 +331,7 @@ class Engine(EngineLifecycle):
         _tell(events, on_token, on_finish)
 
     def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
-        """Ends what is not done: rows with what they generated, the rest with nothing."""
+        """Ends unfinished requests: rows with the tokens they have generated, others with none."""
         self._end_rows(FinishReason.INTERRUPTED)
         for event in self._endings.events:
             if isinstance(event, FinishEvent):
@@ -356,7 +363,7 @@ class Engine(EngineLifecycle):
 
 
 def _replays(texts: list[Sequence[int]], starts: list[int], **options: Any) -> list[Request]:
-    """Requests of these options whose answers are what stands behind the prompts of texts."""
+    """Returns requests that replay the tokens after each text's prompt."""
     if len(starts) != len(texts):
         raise ValueError(f"score: starts has {len(starts)} numbers for {len(texts)} texts")
     for place, (text, start) in enumerate(zip(texts, starts, strict=True)):
@@ -372,9 +379,9 @@ def _replays(texts: list[Sequence[int]], starts: list[int], **options: Any) -> l
 
 
 def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:
-    """Calls back, in the order of the events."""
+    """Calls the callbacks, in the order of the events."""
     for event in events:
-        if type(event) is TokenEvent:  # by far the most; 256 rows have 2,048 at a time
+        if type(event) is TokenEvent:  # most events; a round of 256 rows has up to 2,048
             if on_token:
                 on_token(event[0], event[1])
         elif on_finish and isinstance(event, FinishEvent):

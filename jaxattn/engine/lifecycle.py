@@ -1,4 +1,4 @@
-"""The life cycle of an engine: what it is made of, its start, new weights, and its end."""
+"""The life cycle of an engine: creation, start, weight updates, and close."""
 
 import contextlib
 import dataclasses
@@ -45,11 +45,11 @@ InFlight = Literal["finish", "abort", "recompute"]
 
 
 class EngineLifecycle:
-    """What of an `Engine` is there between requests.
+    """The part of an `Engine` that is independent of requests.
 
     Attributes:
-        scheduler: rows, waiting requests and pools.
-        seal: what was compiled or allocated after the warm-up.
+        scheduler: The rows, the waiting requests and the pools.
+        seal: The guard that counts compilations and new buffers after the warm-up.
     """
 
     scheduler: Scheduler
@@ -57,7 +57,7 @@ class EngineLifecycle:
 
     def _open(self, prepared: EngineBuild, strict: bool, detokenize: Detokenize | None) -> None:
         self._weights = WeightBuffers(prepared.params) if prepared.params else None
-        # Without what was given: it would stay in memory beside what is packed.
+        # The given parameters would stay in memory next to the packed ones.
         self._prepared = dataclasses.replace(prepared, params=None)
         self._runner: ModelRunner | None = None
         self._loop: OverlapLoop | None = None
@@ -88,17 +88,18 @@ class EngineLifecycle:
 
     @property
     def executables(self) -> dict[str, jax.stages.Compiled]:
-        """Name -> compiled step; step_catalog.py says what each takes."""
+        """The compiled steps by name; step_catalog.py lists the arguments of each."""
         return self._prepared.steps.executables
 
     @property
     def prefixes(self) -> PrefixCacheStats:
-        """Tokens of prompts that were looked up in the cache of prefixes, and found there."""
+        """The numbers of prompt tokens that the prefix cache was asked for, and that it held."""
         return self.scheduler.prefix_counts
 
     @property
     def implementations(self) -> dict[str, str]:
-        """Decode op -> what runs it: as it was named, or else as the compiled step shows."""
+        """Each decode op with the implementation that runs it: the one that was requested, or
+        else the one that the compiled step contains."""
         named = self._prepared.compiler.implementation
         text = self.executables[str(entry_points(self.limits)[-1])].as_text() or ""
         calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
@@ -109,7 +110,7 @@ class EngineLifecycle:
 
     @property
     def state(self) -> DecodeState:
-        """The arena and the caches; allocated when they are first asked for."""
+        """The arena and the caches, which the first access allocates."""
         with self._alone("state", nested=True):
             self._start()
             assert self._runner is not None
@@ -120,19 +121,19 @@ class EngineLifecycle:
     def start(self, params: Any = None) -> None:
         """Warms up, measures the device's memory, allocates the state, and seals the engine.
 
-        Does nothing if the state is there; `generate`, `step` and `state` call it. Call it after
-        loading has ended, so that the memory which loading took for a while is free again.
+        `generate`, `step` and `state` call `start`, which does nothing if the state exists. Call it
+        after loading has ended, so that the temporary memory of loading is free again.
 
         Args:
-            params: the parameters, for an engine that was made without.
+            params: The parameters, for an engine that was created without.
 
         Raises:
             TypeError: `params` are shapes.
-            ValueError: the engine has no parameters, or they are not the model's.
-            PlanError: the device has less memory than was planned, or what was allocated is not
-                what was planned.
-            RuntimeError: the engine is closed, or has its state and is given parameters.
-            EngineBusyError: another thread uses the engine.
+            ValueError: The engine has no parameters, or they are not the model's.
+            PlanError: The device has less memory than planned, or the allocated arrays differ from
+                the plan.
+            RuntimeError: The engine is closed, or it has already started and `params` is given.
+            EngineBusyError: Another thread uses the engine.
         """
         with self._alone("start", nested=True):
             if params is not None:
@@ -147,15 +148,15 @@ class EngineLifecycle:
             raise ValueError("this engine has no parameters: give them to start(params)")
         if self._released:
             raise RuntimeError("the engine's caches are released; call resume() before it runs")
-        if self._runner is not None and not self._runner.lost and not self._weights.watched:
+        runs = self._runner is not None and not self._runner.lost
+        if runs and not self._weights.watched:
             return
-        weights = self._weights.leaves
-        if self._runner is not None and not self._runner.lost:
+        weights = self._weights.leaves  # raises if an update failed midway, or if leaves are gone
+        if runs:
             return
-        self._end_rows(FinishReason.INTERRUPTED)  # their states are gone
-        if isinstance(
-            self._runner, DriverRunner
-        ):  # and so are those of the others, which wait for it
+        self._end_rows(FinishReason.INTERRUPTED)  # their states are lost
+        # The other processes wait for this one, and have lost their states too.
+        if isinstance(self._runner, DriverRunner):
             lost = "a step of process 0 failed, and its state is lost; start all processes again"
             self._runner.crew.end_all(lost)
             raise HostError(lost)
@@ -164,13 +165,13 @@ class EngineLifecycle:
             self._runner.delete()
         self._runner = self._loop = None
         with jax.default_device(of_this_process(self._prepared.devices)[0]):
-            PROCESS_STATE.closed(self)  # its own temp is a line of its plan
+            PROCESS_STATE.closed(self)  # the plan already counts this engine's own temp
             try:
                 self._replan(profile_memory(self._prepared, weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
             devices = self._prepared.devices
-            # Not for the virtual devices of a CPU: it would take longer than what they are for.
+            # Not on virtual CPU devices: there it would take longer than the work they are for.
             if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
                 self._weights.compile_own()
             self._allocate = allocator(self._prepared)
@@ -179,7 +180,7 @@ class EngineLifecycle:
         self._run_with(state, rows)
 
     def _run_with(self, state: DecodeState, rows: DeviceBatch) -> None:
-        """Steps run on these buffers from here on, and the engine is sealed."""
+        """Runs the steps on these buffers from now on, and seals the engine."""
         assert self._weights is not None
         weights, executables = self._weights.leaves, self._prepared.steps.executables
         group = group_of(self.model, self._prepared.devices)
@@ -191,15 +192,15 @@ class EngineLifecycle:
     def _one_process(self) -> bool:
         return len({device.process_index for device in self._prepared.devices}) == 1
 
-    # --- other weights, and a device that a trainer has for a while
+    # --- weight updates, and sharing a device with a trainer
 
     @property
     def weights_version(self) -> int:
-        """How many updates there were: the number of the weights that give what comes next."""
+        """The version of the current weights: the number of updates so far."""
         return self._endings.weights_version
 
     def expect_updates(self, params: Any) -> None:
-        """Compiles what `update` needs for parameters that lie over the devices like these.
+        """Compiles what `update` needs for parameters with the shardings of these.
 
         On GPUs, an engine compiles at its start what it needs for parameters with the shardings of
         those from which it was created. Other shardings, such as a trainer's FSDP, need further
@@ -208,47 +209,48 @@ class EngineLifecycle:
         programs.
 
         Args:
-            params: arrays, or shapes with shardings.
+            params: Arrays, or shapes with shardings.
 
         Raises:
-            ValueError: they are not the model's, or the engine has none of its own yet.
+            ValueError: `params` are not the model's, the engine has no parameters yet, or its
+                devices belong to several processes.
         """
         with self._alone("expect_updates"):
             weights = self._updated("expect_updates")
             weights.compile(weights.check(params, shapes=True))
 
     def update(self, params: Any, *, in_flight: InFlight = "finish", share: bool = False) -> int:
-        """Puts new weights in the place of the engine's; see docs/rollouts.md.
+        """Replaces the engine's weights; see docs/rollouts.md.
 
             version = engine.update(trainer.params)
 
-        Each parameter is copied on the device, into the engine's own buffer. `params` stay the
-        caller's, who may donate or delete them as soon as this returns. The first update gives the
-        engine buffers of its own for the parameters that it has shared with its maker since it was
-        made. An array that the engine shares already is left alone.
+        Each parameter is copied on the device, into the engine's own buffer. The caller keeps
+        `params`, and may donate or delete them as soon as `update` returns. Until the first update
+        the engine shares parameters with its creator; that update gives it its own buffers. An
+        array that the engine already shares is not copied.
 
-        What is cached of the old weights is dropped: prefixes, states, and what speculation
-        measured. Requests that have not begun are served with the new weights.
+        The update drops what the engine cached with the old weights: prefixes, states, and the
+        measurements of speculation. The new weights serve requests that have not begun.
 
         Args:
-            params: the model's parameters as `Engine` or `load` has them: a tree, an nnx state, or
-                an nnx module such as `model.bind(params)`. Arrays may lie otherwise than the
-                engine's, over its devices or over others of this process.
-            in_flight: of requests that have begun: "finish" serves them to their end first, and
-                the next `step` tells what came of them; "abort" ends them; "recompute" reads their
-                prompts and tokens again with the new weights, and goes on. Between `release` and
-                `resume`, or without the old weights, "finish" does what "recompute" does.
-            share: read those arrays of `params` that lie as the engine's do, and copy none of them.
-                They must not be donated or deleted before the next update.
+            params: The model's parameters in the form that `Engine` or `load` takes: a tree, an nnx
+                state, or an nnx module such as `model.bind(params)`. Arrays may have other
+                shardings than the engine's, over its devices or over others of this process.
+            in_flight: The treatment of requests that have begun. "finish" first serves them to
+                their end, and the next `step` returns their events. "abort" ends them. "recompute"
+                reads their prompts and tokens again with the new weights, then continues. Between
+                `release` and `resume`, or without the old weights, "finish" acts like "recompute".
+            share: Whether to use arrays of `params` with the engine's sharding directly, without a
+                copy. They must not be donated or deleted before the next update.
 
         Returns:
-            The number of the new weights, which events and completions carry.
+            The version of the new weights, which events and completions carry.
 
         Raises:
-            ValueError: `params` are not the model's; all differences are named, and nothing has
-                changed. Or the engine has several processes, or is strict and not compiled for
-                parameters that lie like these.
-            EngineBusyError: another thread uses the engine, or a callback called it.
+            ValueError: `params` are not the model's; the message names all differences, and nothing
+                has changed. Or the engine spans several processes, or is strict and not compiled
+                for parameters with these shardings.
+            EngineBusyError: Another thread uses the engine, or a callback called it.
         """
         if in_flight not in get_args(InFlight):
             names = ", ".join(map(repr, get_args(InFlight)))
@@ -275,21 +277,21 @@ class EngineLifecycle:
             return weights.version
 
     def release(self, *, weights: bool = False) -> int:
-        """Gives back the device's memory of caches and scratch, until `resume`.
+        """Frees the device memory of the caches and the arena, until `resume`.
 
-        Requests in flight wait, and go on afterwards: their prompts and tokens are read again.
-        Cached prefixes are dropped. An engine that has not started has nothing to give back.
+        Requests in flight wait, and after `resume` the engine reads their prompts and tokens again.
+        Cached prefixes are dropped. An engine that has not started has nothing to free.
 
         Args:
-            weights: give back those weights too that are the engine's own; `update` has to bring
-                others before `resume`.
+            weights: Whether to free the engine's own copies of weights too. Then `update` must
+                supply new ones before `resume`.
 
         Returns:
-            The bytes of each device that are free now.
+            The number of bytes freed on each device.
 
         Raises:
-            ValueError: the engine has several processes.
-            EngineBusyError: another thread uses the engine, or a callback called it.
+            ValueError: The engine spans several processes, or has no parameters yet.
+            EngineBusyError: Another thread uses the engine, or a callback called it.
         """
         with self._alone("release"):
             buffers, freed = self._updated("release"), 0
@@ -305,12 +307,12 @@ class EngineLifecycle:
             return freed + (buffers.delete() if weights else 0)
 
     def resume(self) -> None:
-        """Takes the memory again that `release` gave back, by the same plan.
+        """Allocates the memory that `release` freed again, by the same plan.
 
         Raises:
-            PlanError: others hold too much of the device; the engine stays released.
-            RuntimeError: the weights were released too, and no update has brought others.
-            EngineBusyError: another thread uses the engine, or a callback called it.
+            PlanError: Others hold too much of the device's memory; the engine stays released.
+            RuntimeError: `release` also freed the weights, and no `update` has replaced them.
+            EngineBusyError: Another thread uses the engine, or a callback called it.
         """
         with self._alone("resume"):
             if not self._released:
@@ -323,7 +325,7 @@ class EngineLifecycle:
             self._run_with(state, rows)
 
     def _updated(self, what: str) -> WeightBuffers:
-        """The weights, if they can be changed."""
+        """Returns the weights, or raises ValueError if they cannot be changed."""
         if self._weights is None:
             raise ValueError(
                 f"{what}: this engine has no parameters yet: give them to start(params)"
@@ -333,14 +335,14 @@ class EngineLifecycle:
         return self._weights
 
     def _settle(self, in_flight: InFlight) -> None:
-        """Leaves nothing in flight, and nothing cached, of the weights that are about to go."""
+        """Clears steps in flight, rows and caches that depend on the outgoing weights."""
         assert self._weights is not None
         if self._loop is not None:
             finishes = in_flight == "finish" and not self._weights.gone
             held = self.scheduler.hold_back() if finishes else []
             try:
                 while finishes and self.scheduler.busy:
-                    self._start()  # an earlier step may have failed, and its state is lost
+                    self._start()  # after a failed step, which loses the state
                     with self._ending_rows():
                         self._send_round()
                 with self._ending_rows():
@@ -363,7 +365,7 @@ class EngineLifecycle:
         return self._loop
 
     def _send_round(self) -> None:
-        """A round; the state is lost where the device ends it with an error."""
+        """Sends a round. An error of the device marks the runner's state as lost."""
         assert self._loop is not None and self._runner is not None
         try:
             self._loop.round()
@@ -373,7 +375,7 @@ class EngineLifecycle:
 
     @contextlib.contextmanager
     def _ending_rows(self) -> Iterator[None]:
-        """An error within ends all rows: their states may have gone on without them."""
+        """Ends all rows if an error occurs, because the device may have advanced their states."""
         try:
             yield
         except BaseException as error:
@@ -383,10 +385,10 @@ class EngineLifecycle:
             raise
 
     def lead(self, crew: ProcessGroup) -> None:
-        """Starts the engine, of which other processes run a part, and leads them from here on.
+        """Starts the engine as the leader of the other processes, each of which runs its part.
 
         Args:
-            crew: `ProcessGroup.leading`'s; it ends with `close`.
+            crew: The group from `ProcessGroup.leading`; `close` ends it.
         """
         with self._alone("lead", nested=True):
             self._start()
@@ -398,10 +400,10 @@ class EngineLifecycle:
         """Starts the engine and sends the leader's steps, until the leader closes its engine.
 
         Args:
-            crew: `ProcessGroup.following`'s.
+            crew: The group from `ProcessGroup.following`.
 
         Raises:
-            HostError: the leader is gone.
+            HostError: The leader is gone.
         """
         with self._alone("follow"):
             self._start()
@@ -410,7 +412,7 @@ class EngineLifecycle:
                 run_worker_loop(self._runner, crew)
 
     def _replan(self, prepared: EngineBuild) -> None:
-        """Goes on with another plan; with fewer pages, requests that wait may be refused."""
+        """Adopts another plan. If it has fewer pages, waiting requests may be refused."""
         before, self._prepared = self._prepared, prepared
         if prepared.limits != before.limits:
             waiting = self.scheduler.waiting
@@ -420,12 +422,12 @@ class EngineLifecycle:
                 self._submit(queued.request)
 
     def close(self) -> None:
-        """Gives the state's memory back. The parameters stay with whoever else holds them.
+        """Frees the memory of the state, and drops the engine's references to the parameters.
 
-        Requests that are not done are dropped.
+        Unfinished requests are dropped.
 
         Raises:
-            EngineBusyError: another thread uses the engine, or a callback called it.
+            EngineBusyError: Another thread uses the engine, or a callback called it.
         """
         if self._owner.closed:
             return
@@ -444,7 +446,7 @@ class EngineLifecycle:
         self.close()
 
     def _alone(self, what: str, *, nested: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Keeps other threads out; `nested` calls may come from a callback of this thread."""
+        """Keeps other threads out; a callback of this thread may make `nested` calls."""
         return self._owner.alone(what, nested=nested)
 
     def _submit(self, request: Request) -> None:
@@ -458,13 +460,13 @@ class EngineLifecycle:
             self.scheduler.submit(request)
 
     def _end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
-        """Ends every row with what it generated, and forgets what is in flight."""
+        """Ends every row with the tokens that it has generated, and drops steps in flight."""
         self._endings.end_rows(reason, detail)
         if self._loop is not None:
             self._loop.drop()
 
     def _clear(self) -> None:
-        """Drops all that waits, runs and is in flight."""
+        """Drops all waiting and running requests, and steps in flight."""
         self.scheduler.clear()
         self._endings.clear()
         if self._loop is not None:

@@ -1,1 +1,1 @@
-"""Memory budgets: plan lines, limits, devices and bounds."""
+"""Memory budgets: plan items, engine limits, device memory and bounds on XLA's temp."""

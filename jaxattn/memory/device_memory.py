@@ -1,9 +1,9 @@
-"""A device's memory: what the driver says, what JAX's pool holds, and what neither of them shows.
+"""A device's memory: as the driver reports it, in JAX's pool, and outside of both.
 
     total = pool (JAX's allocator) + outside (context, code, libraries, other processes) + free
 
-The driver's part is in no allocator's statistics. It grows when code is first run: a kernel that
-uses TMA descriptors, a library's handle. So it is measured around the warm-up, from `free`.
+No allocator's statistics include the driver's part. It grows when code first runs: a kernel that
+uses TMA descriptors, a library's handle. So the engine measures it around the warm-up, from `free`.
 """
 
 import ctypes
@@ -16,23 +16,23 @@ MIB, GIB = 2**20, 2**30
 
 
 class DeviceError(ValueError):
-    """A device is unknown, or its memory makes no sense."""
+    """A device is unknown, or its memory sizes contradict each other."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device.
+    """The memory of one device, in bytes.
 
     Attributes:
-        name: what the device is called.
-        total: all of it.
-        free: what the driver could still give; None if nothing says.
-        pool: what JAX's allocator has taken from the driver, in use or not.
-        in_use: bytes of the pool that hold something.
-        limit: the most that JAX's allocator will take (XLA_PYTHON_CLIENT_MEM_FRACTION of total).
+        name: The name of the device.
+        total: The total memory.
+        free: The memory that the driver can still allocate; None if unknown.
+        pool: The memory that JAX's allocator has taken from the driver, in use or not.
+        in_use: The bytes of the pool that are in use.
+        limit: The maximum of JAX's allocator (XLA_PYTHON_CLIENT_MEM_FRACTION of total).
 
     Raises:
-        DeviceError: the numbers are not positive, or contradict each other.
+        DeviceError: A number is not positive, or the numbers contradict each other.
     """
 
     name: str
@@ -50,11 +50,11 @@ class DeviceMemory:
 
     @property
     def outside(self) -> int | None:
-        """What is taken by neither JAX's pool nor nobody; None if it was not measured."""
+        """Memory that is neither free nor in JAX's pool; None if it was not measured."""
         return None if self.free is None else max(self.total - self.free - self.pool, 0)
 
 
-# Total bytes as the driver reports them (cuMemGetInfo); a little less than the data sheet's.
+# Total bytes as the driver reports them (cuMemGetInfo), a little less than in the data sheet.
 KNOWN = {
     "h200": DeviceMemory("NVIDIA H200", 150_109_880_320),
     "h100": DeviceMemory("NVIDIA H100 80GB", 84_942_979_072),
@@ -63,10 +63,10 @@ KNOWN = {
 
 
 def known_device(name: str) -> DeviceMemory:
-    """A device by its name, or `name` as a number of GiB ("141GiB").
+    """Returns a device by its name, or one of any size by a number of GiB ("141GiB").
 
     Raises:
-        DeviceError: nothing has that name.
+        DeviceError: No device has that name.
     """
     wanted = name.strip().lower().removeprefix("nvidia").strip()
     if wanted in KNOWN:
@@ -84,9 +84,9 @@ def known_device(name: str) -> DeviceMemory:
 
 
 def device_memory(device: jax.Device) -> DeviceMemory | None:
-    """What the device has now: of a GPU from driver and allocator, of a CPU the machine's memory.
+    """Returns the device's current memory; None if it is unknown.
 
-    None where nothing says.
+    The numbers of a GPU come from the driver and the allocator. A CPU has the machine's memory.
     """
     stats = device.memory_stats() or {}
     if device.platform == "gpu":
@@ -108,7 +108,7 @@ def device_memory(device: jax.Device) -> DeviceMemory | None:
 
 
 def _driver(ordinal: int) -> tuple[int, int] | None:
-    """(free, total) from CUDA's driver, in the context that JAX uses; None without a driver."""
+    """Returns (free, total) from the CUDA driver, in JAX's context; None without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""The limits of an engine: batch, lengths, cache and buckets."""
+"""The limits of an engine: batch size, lengths, cache size and buckets."""
 
 import dataclasses
 from typing import Any
@@ -8,24 +8,24 @@ from jaxattn.core.validation.arguments import MOST
 from jaxattn.core.validation.array_checks import check_sizes, is_integer
 from jaxattn.memory.plan import check_utilization
 
-# The decode kernels take so many tokens beside a row's last one.
+# The decode kernels take at most this many draft tokens per row, after its last token.
 MOST_DRAFTS = 3
 DRAFT_SOURCES = ("lookup", "mtp")
-# Prompt tokens of a line of a step: the queries that kernels take together.
+# Prompt tokens of a line of a step, which the kernels process as one tile of queries.
 LINE_TOKENS = 128
-# Decode steps of one call: a row that ends outside of the device's sight is found so much later.
+# Decode steps of one call. The host sees an end such as a stop string only after the whole call.
 MOST_STEPS = 8
 
 
 class UnsetInt(int):
-    """A small size that stands for one that nobody fixed, until `choose_limits` chooses it."""
+    """A small placeholder for a size that the user left out; `choose_limits` replaces it."""
 
 
 class UnsetTuple(tuple[int, ...]):
-    """Sizes that stand for those that nobody fixed, until `choose_limits` chooses them."""
+    """A placeholder for sizes that the user left out; `choose_limits` replaces it."""
 
 
-# What an engine has that is quick to compile: on a CPU, and before its device is known.
+# Limits that compile quickly, for a CPU and until the engine knows its device.
 _SMALL: dict[str, Any] = {
     "batch": UnsetInt(4),
     "max_model_len": UnsetInt(1024),
@@ -39,72 +39,78 @@ _SMALL: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an engine is compiled and allocated for.
+    """The sizes for which an engine is compiled and allocated.
 
-    `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`, `decode_buckets`,
-    `prefill_buckets` and, without `num_pages`, `utilization` are chosen for the model and its
-    device where they are left out or None (`engine.startup.default_limits.choose_limits`). Until
-    then they read as small values, which `unset` names. What is given is never changed.
+    If you leave out `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`,
+    `decode_buckets`, `prefill_buckets` or, without `num_pages`, `utilization`, or give None,
+    `engine.startup.default_limits.choose_limits` chooses them for the model and its device. Until
+    then they hold small values, and `unset` names them. `choose_limits` keeps every given value.
 
     Attributes:
-        batch: rows that decode together, and state slots.
-        max_model_len: longest row in tokens, prompt and generated together.
-        num_pages: pages of the cache; None is enough for every row at `max_model_len`, or with
-            `utilization` what the device holds of that.
-        prefill_chunk: prompt tokens that a step reads of one request, at most.
-        prefill_rows: prompts that a step may read of. A row's bits may depend on how many it does,
-            as other shapes take other matmuls.
-        prefill_tokens: prompt tokens of a step, of a data group, at most. None is `prefill_chunk`
-            of each of `prefill_rows` (of one if `reproducible`), or what `choose_limits` chooses
-            where one of the two is left out.
-        mixed_tokens: prompt tokens of a step in which other rows decode, at most, and a line at
-            least: their next token waits for these. Where all other steps have more, one of as many
-            is compiled too. 0 decodes and reads prompts in steps of their own. None is as many as
-            without such rows, or what `choose_limits` chooses.
-        prefix_cache: prompts that begin as earlier ones share their pages, which stay in the cache
-            until their room is wanted. A model with recurrent states needs `checkpoints` too.
-        checkpoints: slots for states at the ends of prefixes, beside those of rows. A state is as
-            large as thousands of tokens, so none is kept unless it is asked for.
-        utilization: fraction of the device's total memory, not of what is free, for arrays and
-            XLA's temp. The cache gets what the rest of the plan leaves of it. Where other
-            processes hold more than the rest, it gets what they leave. With `num_pages` and None
-            the pages alone size the cache.
-        decode_buckets: smaller batches that are compiled too: a step takes the smallest that holds
-            its rows. A row's bits may depend on the bucket, as other shapes take other matmuls.
-        prefill_buckets: fewer prompt tokens of a step that are compiled too, in whole lines of
-            `line_tokens`.
-        cache_format: what the cache stores, of `jaxattn.core.cache.formats.CACHE_FORMATS`; "auto"
-            is the model's own. The parameters are then those of `model.with_cache_format(...)`.
-        speculate: tokens that a decode step guesses beside the one that it gives for certain, 0 to
-            3 (engine/steps/speculation/). What rows say is the same up to rounding; it may come
-            sooner. A row with recurrent states takes as many slots more. On one GPU alone.
-        speculate_by: "lookup" guesses what followed the row's last tokens before; "mtp" asks the
-            model's own draft head (draft_head.py), and `load` must read that: `draft_head=True`.
-            Guesses of a head cost time, so each bucket of rows goes without where that is faster.
-        steps_per_round: decode steps that one call runs, 1 to 8, where nobody waits for fewer: no
-            prompt is being read, and no row has a stop string, a grammar or log-probabilities.
-            Tokens come as many at a time, and a request comes in up to two such calls later. None
-            lets `prepare` choose (decode_step_count.py): more than one where a step is shorter than
-            its host takes. On one GPU alone, and not beside `speculate`.
-        reproducible: exact mode. A row's log-probabilities have the same bits whatever rows are
-            beside it and whether it lost its pages, and `Engine.score` finds the same bits again.
-            Prompts are read by whole chunks, in steps in which no row decodes, all of one size. One
-            executable decodes all rows, without buckets, several steps or drafts, and attention
-            cuts rows by their own length. A row that lost its pages decodes again what it had said.
-        reserved_bytes: of each device, that the plan leaves to others in the process, such as a
-            trainer's optimizer. Arrays that are there before the engine count without it.
-        spread: over how many GPUs the pages of a row are spread, one of each stripe of pages;
-            `prepare` sets it, as `Parallel.context`.
-        groups: of GPUs that have as many of the rows each, with pages and slots of their own;
-            `prepare` sets it, as `Parallel.data`. `num_pages` are those of a group.
-        native_layers: so many first and so many last layers of attention keep the model's own.
-        q_lens: tokens per row of the decode executables. `Engine.generate` takes one and never the
-            others: they are planned, compiled and warmed for callers of `Engine.executables` who
-            append several tokens in a step, which gives the logits after the last of them.
+        batch: The number of rows that decode together, and of state slots.
+        max_model_len: The maximum length of a row in tokens, prompt and generated together.
+        num_pages: The number of pages of the cache. None means enough for every row at
+            `max_model_len`, or with `utilization` as many of these as fit on the device.
+        prefill_chunk: The maximum number of tokens that a step reads of one prompt.
+        prefill_rows: The maximum number of prompts that a step reads from. A row's bits may depend
+            on the number that it does read, because other shapes use other matmul kernels.
+        prefill_tokens: The maximum number of prompt tokens per step and data group. None means
+            `prefill_chunk * prefill_rows` (`prefill_chunk` if `reproducible`), or what
+            `choose_limits` chooses if one of the two is left out.
+        mixed_tokens: The maximum number of prompt tokens of a mixed step, at least a line. More
+            tokens delay the next token of the rows that decode. If all prefill executables are
+            larger, one of this size is compiled too. With 0, prefill and decode use separate steps.
+            None means the same sizes as other prefill steps, or what `choose_limits` chooses.
+        prefix_cache: Whether prompts with a common beginning share pages, which stay cached until
+            their memory is needed. A model with recurrent states also needs `checkpoints`.
+        checkpoints: The number of checkpoint slots, in addition to the rows' slots. A state is as
+            large as the cache of thousands of tokens, so the default is to keep none.
+        utilization: The fraction of the device's total memory, not of its free memory, for arrays
+            and XLA's temp. The cache gets what the other items of the plan leave, or less if other
+            processes hold more than the remaining fraction. With `num_pages`, None means that
+            `num_pages` sets the cache's size.
+        decode_buckets: Smaller batch sizes that are also compiled. A step uses the smallest that
+            holds its rows. A row's bits may depend on the bucket, because other shapes use other
+            matmul kernels.
+        prefill_buckets: Smaller numbers of prompt tokens per step that are also compiled, rounded
+            up to whole lines of `line_tokens`.
+        cache_format: The format of the cache, from `jaxattn.core.cache.formats.CACHE_FORMATS`;
+            "auto" means the model's own. The parameters must then be those of
+            `model.with_cache_format(...)`.
+        speculate: The number of draft tokens that a decode step verifies per row, 0 to 3
+            (engine/steps/speculation/). The output is the same up to rounding, and may come
+            sooner. A row with recurrent states needs this many more slots. Only on one GPU.
+        speculate_by: The source of the drafts. "lookup" copies the tokens that followed an earlier
+            occurrence of the row's last tokens. "mtp" uses the model's draft head (draft_head.py),
+            for which `load` needs `draft_head=True`. The head costs time, so each bucket of rows
+            stops using it where decoding without it is faster.
+        steps_per_round: The maximum number of decode steps per call, 1 to 8. The engine runs
+            several only while no prompt is being read and no row has a stop string, a grammar or
+            log-probabilities. The tokens of a call arrive together, and a new request waits for up
+            to two calls. None lets `prepare` choose (decode_step_count.py): more than one if a step
+            is shorter than the host's work for it. Only on one GPU, and not with `speculate`.
+        reproducible: Exact mode. The bits of a row's log-probabilities do not depend on other rows
+            or on preemption, and `Engine.score` returns the same bits. Prefill steps read whole
+            chunks, all have one size, and no row decodes in them. One executable decodes all rows,
+            without buckets, fused steps or drafts, and split-KV depends only on the row's own
+            length. A preempted row replays the tokens that it had generated.
+        reserved_bytes: The bytes of each device that the plan leaves to other users in the process,
+            such as a trainer's optimizer. The plan already counts arrays that exist before the
+            engine.
+        spread: The number of GPUs over which the pages of a row are distributed, each with one page
+            of every stripe. `prepare` sets it, from `Parallel.context`.
+        groups: The number of data groups. Each group has an equal share of the rows, and its own
+            pages and slots; `num_pages` is per group. `prepare` sets it, from `Parallel.data`.
+        native_layers: The number of attention layers, both at the start and at the end of the
+            model, that keep the model's own cache format.
+        q_lens: The tokens per row for which decode executables are compiled. `Engine.generate` uses
+            only 1. Others are planned, compiled and warmed up for callers of `Engine.executables`
+            that append several tokens in a step, and get the logits after the last one.
 
     Raises:
-        ValueError: one of them is not a positive integer, or no fraction, or a bucket is larger
-            than what it is a part of.
+        TypeError: `decode_buckets`, `prefill_buckets` or `q_lens` is not a tuple or list.
+        ValueError: A size is not a positive integer, a fraction is not in (0, 1], a bucket is
+            larger than the size that it divides, or limits contradict each other.
     """
 
     batch: int = _SMALL["batch"]
@@ -197,7 +203,7 @@ class Limits:
                 )
         for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
             if isinstance(getattr(self, whole), UnsetInt):
-                continue  # which is chosen as large
+                continue  # `choose_limits` chooses a value that is large enough
             if max(getattr(self, name), default=0) > getattr(self, whole):
                 raise ValueError(
                     f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
@@ -211,7 +217,7 @@ class Limits:
         self._check_reproducible()
 
     def _check_reproducible(self) -> None:
-        """Raises ValueError for a limit under which a row's bits depend on other rows."""
+        """Raises ValueError for limits under which a row's bits would depend on other rows."""
         if not isinstance(self.reproducible, bool):
             raise ValueError(f"reproducible must be True or False; got {self.reproducible!r}")
         if not self.reproducible:
@@ -240,7 +246,7 @@ class Limits:
 
     @property
     def unset(self) -> frozenset[str]:
-        """Names of what `choose_limits` chooses: what nobody fixed."""
+        """The names of the limits that `choose_limits` chooses."""
         found = {name for name in _SMALL if isinstance(getattr(self, name), UnsetInt | UnsetTuple)}
         if self.utilization is None and self.num_pages is None:
             found.add("utilization")
@@ -248,43 +254,43 @@ class Limits:
 
     @property
     def rows_per_group(self) -> int:
-        """Rows, and state slots, of a data group."""
+        """The number of rows, and of state slots, of a data group."""
         return self.batch // self.groups
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page, or of a page on each of the GPUs that share a row's."""
+        """Tokens per page; with context parallelism, per stripe of one page on each GPU."""
         return PAGE_SIZE * self.spread
 
     @property
     def uses_draft_head(self) -> bool:
-        """Whether the model's own draft head guesses tokens."""
+        """Whether the model's own draft head guesses the draft tokens."""
         return self.speculate > 0 and self.speculate_by == "mtp"
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that a row may write, and give, in a decode step."""
+        """The maximum number of tokens that a row writes, and returns, in a decode step."""
         return self.speculate + 1
 
     @property
     def round_steps(self) -> int:
-        """Decode steps of one call, at most."""
+        """The maximum number of decode steps of one call."""
         return self.steps_per_round or 1
 
     @property
     def pages_per_row(self) -> int:
-        """Of a row at `max_model_len`, and a draft behind it."""
+        """Pages for a row at `max_model_len`, and the draft after it."""
         return -(-(self.max_model_len + self.speculate) // self.page_tokens)
 
     @property
     def longest_row(self) -> int:
-        """Tokens of a prompt and its answer that fit into the length and into all pages: the last
-        one is never written, a draft behind it is."""
+        """The most tokens of a prompt and its answer, by `max_model_len` and by the number of
+        pages. The cache never holds a row's last token, but it holds a draft after it."""
         return min(self.max_model_len, self.pages * self.page_tokens - self.speculate + 1)
 
     @property
     def wanted_pages(self) -> int:
-        """Every row at `max_model_len`: more pages would never be used."""
+        """Pages for every row at `max_model_len`; no more would ever be used."""
         return self.rows_per_group * self.pages_per_row
 
     @property
@@ -293,38 +299,38 @@ class Limits:
 
     @property
     def table_width(self) -> int:
-        """M: pages of the longest row that the cache can hold, not of the longest imaginable."""
+        """The block table's width M: pages of the longest row that the cache can hold."""
         return min(self.pages_per_row, self.pages)
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Rows of the decode executables, ascending."""
+        """The batch sizes of the decode executables, ascending."""
         return tuple(sorted({*self.decode_buckets, self.batch}))
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of a row in the prefill executables, ascending."""
+        """Tokens that prefill executables read of one row, ascending."""
         longest = min(self.prefill_chunk, self.max_model_len)
         return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
 
     @property
     def line_tokens(self) -> int:
-        """Tokens that a prompt's piece is padded to a multiple of in a step."""
+        """Tokens of a line: a step pads each piece of a prompt to a multiple of it."""
         return min(LINE_TOKENS, self.chunks[-1])
 
     @property
     def prompt_rows(self) -> int:
-        """Prompts of a data group that a step may read of."""
+        """The maximum number of prompts of a data group that a step reads from."""
         return max(min(self.prefill_rows, self.batch) // self.groups, 1)
 
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
-        """Prompt tokens of the prefill executables, of a data group, ascending, in whole lines."""
+        """Prompt tokens per data group of the prefill executables, ascending, in whole lines."""
         longest, line = self.chunks[-1], self.line_tokens
         whole = self.prompt_rows * longest
         most = self.prefill_tokens or (longest if self.reproducible else whole)
         most = max(min(most, whole), longest)
-        # One shape that is reproducible, in which whole chunks of several prompts may be.
+        # In exact mode only one size is compiled, with room for whole chunks of several prompts.
         several = () if self.reproducible else self.chunks
         sizes = {-(-size // line) * line for size in (*several, most)}
         if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
@@ -333,24 +339,24 @@ class Limits:
 
     @property
     def mixes(self) -> bool:
-        """Whether a step may read prompts while other rows decode in it. A reproducible one does
-        not: what a row computes would depend on the prompts."""
+        """Whether a step may read prompts while other rows decode in it. In exact mode it may not,
+        because a row's results would depend on the prompts."""
         return self.mixed_tokens != 0 and not self.reproducible
 
     @property
     def mixed_sizes(self) -> tuple[int, ...]:
-        """Those of `prefill_sizes` that a step with rows that decode may have."""
+        """The sizes among `prefill_sizes` that a mixed step may have."""
         sizes = self.prefill_sizes
         most = self.mixed_tokens or sizes[-1]
         return tuple(size for size in sizes if size <= most) or sizes[:1]
 
 
-# What may stay None: the pages say it, or `choose_limits` and `prepare` do.
+# Limits that may stay None: the pages imply them, or `choose_limits` or `prepare` sets them.
 _OPTIONAL = ("num_pages", "utilization", "steps_per_round", "prefill_tokens", "mixed_tokens")
 
 
 def _plain(value: Any) -> Any:
-    """Python's integers and tuples for NumPy's integers and lists, so that equal limits are one."""
+    """Converts NumPy integers and lists to Python's, so that equal limits compare equal."""
     if isinstance(value, UnsetInt | UnsetTuple):
         return value
     if isinstance(value, list | tuple):
@@ -359,7 +365,7 @@ def _plain(value: Any) -> Any:
 
 
 def larger_shares(utilization: float | None) -> tuple[float, ...]:
-    """The tenths of a device above a given share of it, up to 0.9, which leaves the driver some."""
+    """Returns the tenths above a given utilization, up to 0.9, which leaves room for the driver."""
     if utilization is None:
         return ()
     return tuple(tenths / 10 for tenths in range(1, 10) if tenths / 10 > utilization)

@@ -1,11 +1,11 @@
-"""A memory plan: items, each with its bytes and its reason; the cache gets what they leave.
+"""A memory plan: items with their bytes and their reasons; the cache gets the rest.
 
-Bytes of an array come from `nbytes` alone. The plan counts with it, and what is allocated is
-compared with the plan by it, so the two cannot drift.
+`nbytes` is the only function that computes the bytes of an array. Both the plan and the check of
+what was allocated use it, so the two cannot drift.
 
-A split-KV kernel's partial results may be sized by the longest row that the cache can hold. Then
-cache and workspace depend on each other: more pages need more workspace, which leaves fewer pages.
-`solve` finds the most pages of which both fit.
+The longest row that the cache can hold may decide the size of a split-KV kernel's partial results.
+Then cache and workspace depend on each other: more pages need more workspace, which leaves fewer
+pages. `solve` finds the largest number of pages with which both fit.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ MIB, GIB = 2**20, 2**30
 
 
 class PlanError(ValueError):
-    """The engine would take more memory than there is. Raised before it takes any.
+    """The engine needs more memory than there is. The engine raises it before it allocates.
 
     Attributes:
-        plan: the plan that does not fit, for its table; None if it could not be made.
-        advice: what would make it fit, each checked by planning it.
+        plan: The plan that does not fit, for its table; None if it could not be made.
+        advice: Changes that would make the plan fit, each verified by planning it.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class PlanItem:
     """One line of a plan.
 
     Attributes:
-        why: what the bytes are for, or what decides how many they are.
-        parts: what lies in them. Parts of an arena overlay, so they do not add up.
-        basis: how the bytes are known: "shapes" (exact), "compiled" (what XLA says of the
-            executables), "bound" (at most this, from shapes), "measured" or "assumed".
-        outside: whether they lie outside JAX's allocator (code, the driver's own).
+        why: The purpose of the bytes, or what decides their number.
+        parts: The items inside this one. Parts of an arena overlay, so they do not add up.
+        basis: The source of the number: "shapes" (exact), "compiled" (XLA's statistics of the
+            executables), "bound" (an upper bound from shapes), "measured" or "assumed".
+        outside: Whether the bytes lie outside JAX's allocator (code, the driver's own memory).
     """
 
     name: str
@@ -56,16 +56,16 @@ class PlanItem:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """What a plan may take of a device.
+    """The memory of a device that a plan may use.
 
     Attributes:
-        device: its name.
-        total: its bytes.
-        utilization: fraction of `total`, not of what is free, as is JAX's own
-            XLA_PYTHON_CLIENT_MEM_FRACTION: arrays and XLA's temp may take `utilization * total`.
-            Loaded code, the driver's own memory and what other processes hold of the device come
-            on top and must fit in the rest, or the arrays get less: what is free beside them.
-        limit: the most that JAX's allocator will take, if that is known.
+        device: The name of the device.
+        total: The total bytes of the device.
+        utilization: The fraction of `total`, not of the free memory, that arrays and XLA's temp may
+            take; XLA_PYTHON_CLIENT_MEM_FRACTION has the same meaning. Loaded code, the driver's own
+            memory and other processes must fit in the rest. If they do not, arrays get only what
+            they leave.
+        limit: The maximum bytes of JAX's allocator; None if unknown.
     """
 
     device: str
@@ -77,12 +77,12 @@ class MemoryBudget:
         check_utilization(self.utilization)
 
     def arrays(self, outside: int = 0) -> int:
-        """Bytes for arrays and temp beside `outside` bytes of code and driver."""
+        """Returns the bytes for arrays and temp, given `outside` bytes of code and driver."""
         within = min(int(self.total * self.utilization), self.total - outside)
         return max(within if self.limit is None else min(within, self.limit), 0)
 
     def reason(self, outside: int = 0) -> str:
-        """What decides `arrays`: the fraction, what others hold of the device, or the allocator."""
+        """Returns the limit of `arrays`: the fraction, the memory outside, or the allocator."""
         allowed = self.arrays(outside)
         if self.limit is not None and allowed == self.limit:
             return f"the most that JAX's allocator takes of {self.total:,} ({self.device})"
@@ -93,15 +93,15 @@ class MemoryBudget:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one device.
+    """The planned bytes of one device.
 
     Attributes:
-        budget: what they may be; None where the device's memory is unknown.
-        title: what is planned, in a line.
-        facts: what follows from it (tokens that fit, rows at full length), name -> value.
-        notes: every assumption.
-        choices: each limit that nobody fixed, with its value and why (default_limits.py).
-        limits: the engine's, of which this is the plan; None of a plan that no engine makes.
+        budget: The memory that the plan may use; None if the device's memory is unknown.
+        title: The title of the plan, a line.
+        facts: Results of the plan (tokens that fit, rows at full length) as pairs (name, value).
+        notes: The assumptions of the plan.
+        choices: Each limit that the user left out, with its value and reason (default_limits.py).
+        limits: The `Limits` that the plan is for; None if the plan is not of an engine.
     """
 
     items: tuple[PlanItem, ...]
@@ -118,24 +118,24 @@ class MemoryPlan:
 
     @property
     def inside(self) -> int:
-        """The most that JAX's allocator holds at any time of serving: arrays and temp."""
+        """The peak bytes of JAX's allocator while the engine serves: arrays and temp."""
         return sum(item.nbytes for item in self.items if not item.outside)
 
     @property
     def outside(self) -> int:
-        """Code and the driver's own, which no allocator counts."""
+        """The bytes of code and of the driver, which no allocator counts."""
         return sum(item.nbytes for item in self.items if item.outside)
 
     @property
     def reserve(self) -> int | None:
-        """What stays free of the budget; negative if the plan does not fit."""
+        """The bytes of the budget that stay free; negative if the plan does not fit."""
         return None if self.budget is None else self.budget.arrays(self.outside) - self.inside
 
     def __getitem__(self, name: str) -> int:
         return {item.name: item.nbytes for item in self.items}[name]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns plain values for JSON."""
         return {
             "title": self.title,
             "items": [dataclasses.asdict(item) for item in self.items],
@@ -150,16 +150,17 @@ class MemoryPlan:
         }
 
     def check(self, advice: Callable[[], tuple[str, ...]] = tuple) -> None:
-        """Raises PlanError if the plan is larger than its budget, with the line that goes over it.
+        """Raises PlanError if the plan exceeds its budget; the message names the item over it.
 
         Args:
-            advice: called only then; what would make it fit.
+            advice: A function that returns changes that would make the plan fit. It is called only
+                if the plan does not fit.
         """
         if self.budget is None or self.reserve is None or self.reserve >= 0:
             return
         largest = max(self.items, key=lambda item: item.nbytes)
         allowed, held, over = self.budget.arrays(self.outside), 0, largest
-        # With nothing allowed, it is what lies outside that leaves nothing.
+        # If nothing is allowed, the items outside of JAX's allocator exceed the budget.
         for item in self.items:
             held += item.nbytes if item.outside == (allowed == 0) else 0
             if held > (allowed or self.budget.total * (1 - self.budget.utilization)):
@@ -175,19 +176,19 @@ class MemoryPlan:
         )
 
     def refuse(self, reason: str, advice: tuple[str, ...]) -> NoReturn:
-        """Raises PlanError with what would make it fit."""
+        """Raises PlanError with the reason and the advice."""
         fix = f"; what would make it fit: {' or '.join(advice)}" if advice else ""
         raise PlanError(reason + fix, self, advice)
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of arrays or shapes: the one function that the plan and the engine count by."""
+    """Returns the bytes of arrays or shapes. Both the plan and the engine count with it."""
     leaves = jax.tree.leaves(tree)
     return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def nbytes_each(tree: Any) -> int:
-    """Bytes of arrays on each of their devices."""
+    """Returns the bytes of arrays on each of their devices."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -195,14 +196,14 @@ def nbytes_each(tree: Any) -> int:
 
 
 def check_allocated(what: str, tree: Any, planned: int) -> None:
-    """Raises PlanError unless the arrays take exactly what the plan says, on each device."""
+    """Raises PlanError unless the arrays take exactly the planned bytes on each device."""
     if (got := nbytes_each(tree)) != planned:
         raise PlanError(f"{what}: the plan says {planned:,} bytes and {got:,} were allocated")
 
 
 @dataclasses.dataclass(frozen=True)
 class CapacitySolution:
-    """The most pages that fit, and the steps that led there: (pages at most, pages at least)."""
+    """The most pages that fit, and the search's bounds: (pages at most, pages at least)."""
 
     pages: int
     workspace: int
@@ -216,20 +217,20 @@ def solve(
     *,
     most: int | None = None,
 ) -> CapacitySolution:
-    """The largest number of pages with `pages * page_bytes + workspace(pages) <= available`.
+    """Finds the largest number of pages with `pages * page_bytes + workspace(pages) <= available`.
 
-    From both sides: the pages that fit beside no workspace are too many, those that fit beside the
-    workspace of too many are few enough. Each side gives the other a better one, and both only
-    ever move towards each other; where rounding stops them apart, halving finds the rest. The
-    result is feasible and the next page is not.
+    The search works from both sides. The pages that fit without a workspace are an upper bound, and
+    those that fit with the workspace of the upper bound are a lower bound. Each bound improves the
+    other. Where rounding stops them before they meet, bisection finds the rest. The result fits,
+    and one more page does not.
 
     Args:
-        available: bytes that pages and workspace share.
-        workspace: bytes for a number of pages; it must not fall with more of them.
-        most: no more pages than this are wanted.
+        available: The bytes that pages and workspace share.
+        workspace: The bytes of the workspace for a number of pages; it must be non-decreasing.
+        most: The maximum number of pages; None for no maximum.
 
     Returns:
-        0 pages if not even one fits.
+        The solution, with 0 pages if not even one fits.
     """
     if page_bytes < 1:
         raise ValueError(f"page_bytes must be positive; got {page_bytes}")
@@ -256,7 +257,7 @@ def solve(
 
 
 def check_utilization(value: Any) -> None:
-    """Raises ValueError unless it is a fraction above 0 and up to 1."""
+    """Raises ValueError unless the value is a fraction above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(
             "utilization is a fraction of the device's total memory: use above 0 and at most 1; "

@@ -1,6 +1,6 @@
-"""GPU memory of this process, as NVIDIA's management library counts it.
+"""GPU memory of this process, as NVIDIA's management library (NVML) counts it.
 
-Unlike the driver's free bytes it does not change with what other processes take and give back.
+Unlike the driver's free bytes, this number does not depend on other processes.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ import os
 import jax
 
 LIBRARY = "libnvidia-ml.so.1"
-TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE: the count says how many there are
+TOO_SMALL = 7  # NVML_ERROR_INSUFFICIENT_SIZE: the output array was too short
 UNKNOWN = 2**64 - 1
 
 
@@ -25,9 +25,9 @@ class _NvmlProcessInfo(ctypes.Structure):
 
 
 def process_bytes(device: jax.Device) -> int | None:
-    """Bytes of the GPU that this process holds, JAX's pool among them.
+    """Returns the bytes of the GPU that this process holds, including JAX's pool.
 
-    None where the library is missing or does not know the process, as in some containers.
+    Returns None if NVML is missing or does not know the process, as in some containers.
     """
     if device.platform != "gpu":
         return None
@@ -37,7 +37,7 @@ def process_bytes(device: jax.Device) -> int | None:
         return None
     place = ctypes.create_string_buffer(32)
     ordinal, handle = ctypes.c_int(), ctypes.c_void_p()
-    # The library numbers GPUs in another order than CUDA, and knows no CUDA_VISIBLE_DEVICES.
+    # NVML orders GPUs differently from CUDA, and ignores CUDA_VISIBLE_DEVICES.
     if (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(ordinal), device.local_hardware_id or 0)

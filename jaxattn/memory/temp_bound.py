@@ -1,15 +1,15 @@
-"""A bound of XLA's temp, from the traced step alone: no device, no compiler.
+"""An upper bound on XLA's temp, from the trace of a step, without a device or a compiler.
 
-The intermediates that are alive at once, where operations run in the order of the trace and each
-result has bytes of its own until its last reader has run. XLA chooses the order that takes least,
-fuses most results away and writes others over their operands, so it needs less; tests compare it
-with what XLA takes. A loop counts its body at the body's worst place, and a conditional its larger
-branch. What is updated in place in a donated argument (a scatter into a cache, a kernel's aliased
-operand, a loop's carry) takes nothing: that XLA does so is what `check_aliasing` proves of the
-compiled step.
+The bound is the peak of the live intermediates: operations run in the order of the trace, and each
+result has its own bytes until its last reader has run. XLA needs less, because it chooses a better
+order, fuses most results away and writes others over their operands; tests compare the two. A loop
+counts its body at the body's peak, and a conditional its larger branch. An update in place of a
+donated argument (a scatter into a cache, a kernel's aliased operand, a loop's carry) counts as
+nothing. `check_aliasing` proves that the compiled step does update these in place.
 
-What a loop reads of its stacks, a layer's weights, counts once: some backends copy it out (XLA's
-CPU matmuls do). The matrix library's workspace is in no trace and is added as a constant.
+A loop's slice of its stacked operands, such as a layer's weights, counts once, because some
+backends copy it (XLA's CPU matmuls do). A trace does not show the matrix library's workspace, so
+the bound adds it as a constant.
 """
 
 import math
@@ -21,10 +21,10 @@ from jax.extend import core
 
 from jaxattn.core.dispatch import kernels_untraced
 
-# cuBLAS on Hopper asks for 32 MiB, and XLA for 4 MiB more outside of loops.
+# cuBLAS on Hopper takes 32 MiB, and XLA takes 4 MiB more outside of loops.
 LIBRARY_WORKSPACE = 36 * 2**20
 
-# Outputs of these are their operand, updated or seen otherwise, when that may be overwritten.
+# Outputs of these primitives reuse their operand, if that may be overwritten.
 _IN_PLACE = {
     "dynamic_update_slice",
     "reshape",
@@ -37,12 +37,12 @@ _IN_PLACE = {
     "freeze",
     "mutable_array",
 }
-# With the operand's bytes they add or drop axes of one element, which no layout notices.
+# With equal bytes, these only add or drop axes of size one, which do not change the layout.
 _VIEWS = {"squeeze", "broadcast_in_dim"}
 
 
 class TempBound(NamedTuple):
-    """Of a step: bytes that XLA's temp cannot exceed, and what it returns, as shapes."""
+    """An upper bound on the bytes of XLA's temp in a step, and the shapes that it returns."""
 
     temp: int
     results: Any
@@ -51,15 +51,15 @@ class TempBound(NamedTuple):
 def temp_bound(
     step: Any, *args: Any, donated: int, axes: Mapping[str, int] | None = None
 ) -> TempBound:
-    """What one trace of a step says of its memory.
+    """Traces a step and returns a bound on its memory.
 
     Args:
-        step: traceable, called as step(*args); the arguments may be shapes.
-        donated: which argument is donated.
-        axes: of the mesh over which the step is one device's, with their sizes.
+        step: A traceable function, called as step(*args); the arguments may be shapes.
+        donated: The index of the donated argument.
+        axes: The mesh axes and their sizes, for a step that is one device's part.
     """
     traced = jax.make_jaxpr(step, axis_env=list((axes or {}).items()), return_shape=True)
-    with kernels_untraced(True):  # what a kernel takes of its own is no array of XLA's
+    with kernels_untraced(True):  # memory inside a kernel is no array of XLA
         closed, results = traced(*args)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     first = sum(counts[:donated])
@@ -67,16 +67,16 @@ def temp_bound(
     return TempBound(_peak(closed.jaxpr, mine)[0] + LIBRARY_WORKSPACE, results)
 
 
-# What a result costs whoever calls: bytes of its own; none, as it is a donated buffer, updated in
-# place; or none beside the operand at this place, which it passes on or shows otherwise.
+# The cost of a result for the caller: NEW has its own bytes; OWNED is a donated buffer, updated in
+# place; an integer is the index of the operand whose bytes the result passes on or views.
 NEW, OWNED = "new", "owned"
 Cost = str | int
 
 
 def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
-    """(the most bytes alive at once beside the arguments, what each output costs the caller)."""
+    """Returns (the peak bytes besides the arguments, the cost of each output for the caller)."""
     donated = {var for i, var in enumerate(jaxpr.invars) if i in owned}
-    # Whose bytes a view has. Arguments have the caller's.
+    # The variable whose bytes a view shares. The caller holds those of arguments.
     root = {var: var for var in jaxpr.invars}
     inside, made = list[int](), list[list[Any]]()
     for eqn in jaxpr.eqns:
@@ -118,7 +118,7 @@ def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
 
 
 def _equation(eqn: Any, donated: set[Any]) -> tuple[int, list[Cost]]:
-    """(bytes inside the equation beside its outputs, what each of these costs)."""
+    """Returns (the bytes inside the equation besides its outputs, the cost of each output)."""
     name = eqn.primitive.name
     held = [isinstance(v, core.Var) and v in donated for v in eqn.invars]
     inner = [_jaxpr(value) for value in eqn.params.values() if _jaxpr(value) is not None]
@@ -138,14 +138,14 @@ def _equation(eqn: Any, donated: set[Any]) -> tuple[int, list[Cost]]:
         pairs_in = zip(eqn.invars, body.invars, strict=True)
         size += sum(_size(b.aval) for a, b in pairs_in if _size(a.aval) != _size(b.aval))
         pairs = zip(eqn.outvars, body.outvars, costs, strict=True)
-        # What a loop stacks has a leading axis that its body's output has not.
+        # A stacked output has a leading axis that the body's output lacks.
         return size, _owned(
             [c == OWNED and _size(out.aval) == _size(var.aval) for out, var, c in pairs]
         )
     if name == "pallas_call" or "gpu" in name or "mosaic" in name:
         return 0, _owned([_matches(var, eqn.invars, held) for var in eqn.outvars])
     if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-        size, costs = _peak(inner[0], _places(held))  # a call: XLA inlines it
+        size, costs = _peak(inner[0], _places(held))  # a call, which XLA inlines
         outs = zip(eqn.outvars, costs, strict=True)
         return size - sum(_size(var.aval) for var, cost in outs if cost == NEW), costs
     inside = max((_peak(jaxpr, set())[0] for jaxpr in inner), default=0)
@@ -163,7 +163,7 @@ def _owned(which: list[bool]) -> list[Cost]:
 
 
 def _matches(out: Any, operands: Any, held: list[bool]) -> bool:
-    """Whether an operand that may be overwritten has the output's bytes."""
+    """Whether an operand that may be overwritten has as many bytes as the output."""
     return any(
         mine and _size(var.aval) == _size(out.aval)
         for var, mine in zip(operands, held, strict=True)

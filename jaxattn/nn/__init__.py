@@ -1,4 +1,4 @@
-"""Flax NNX modules: import them into your own model. Each trains, prefills and decodes."""
+"""Flax NNX modules for your own model. Each module trains, prefills and decodes."""
 
 from jaxattn.nn.attention.gqa import GroupedQueryAttention as GroupedQueryAttention
 from jaxattn.nn.attention.mla import MultiHeadLatentAttention as MultiHeadLatentAttention

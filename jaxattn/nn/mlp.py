@@ -1,4 +1,4 @@
-"""The gated feed-forward layer of both model families."""
+"""The gated feed-forward layer."""
 
 from collections.abc import Collection
 from functools import partial
@@ -21,11 +21,12 @@ class GatedMLP(nnx.Module):
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Args:
-        fp8: the names of those products whose weights are FP8, see `Fp8Linear`.
+        fp8: the names of the products whose weights are FP8; see `Fp8Linear`.
 
     Raises:
-        TypeError: x has no dtype of floats.
-        ValueError: x has another last axis, or a size is not a positive integer; it is named.
+        TypeError: the dtype of x is not a floating dtype.
+        ValueError: the last axis of x has a wrong size, or a size is not a positive integer; the
+            message names the size.
     """
 
     def __init__(
@@ -69,10 +70,10 @@ class GatedMLP(nnx.Module):
                     implementation=gate.implementation,
                 )
                 return self.down_proj(hidden)
-            # Rounded here, its gradient is no float32 array.
+            # Rounding here keeps its gradient from being a float32 array.
             return self.down_proj(self._apart(x).astype(self.down_proj.dtype))
 
     def _apart(self, x: Array) -> Array:
-        """`silu(gate) * up` of two products."""
+        """`silu(gate) * up` as two products."""
         weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
         return weights * self.up_proj(x)

@@ -39,11 +39,11 @@ BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class ExpertShare(NamedTuple):
-    """The experts of one of several GPUs, which are neighbours.
+    """The consecutive experts of one of several GPUs.
 
     Attributes:
-        first: the number of its first routed expert.
-        own_tokens: the tokens whose shared experts it computes, as each GPU has all of those.
+        first: the number of the GPU's first routed expert.
+        own_tokens: the tokens for which this GPU computes the shared experts, which every GPU has.
     """
 
     first: Int[Array, ""] | int
@@ -51,45 +51,48 @@ class ExpertShare(NamedTuple):
 
 
 class MixtureOfExperts(nnx.Module):
-    """x [*T, hidden] -> float32 [*T, hidden]: the token's routed experts and the shared ones.
+    """x [*T, hidden] -> float32 [*T, hidden]: the sum of each token's routed and shared experts.
 
     Parameters:
         router [hidden, E] float32, and with sigmoid scores correction_bias [E] float32
-        with `biases` router_bias [E] float32, gate_up_bias [E, 2 I], down_bias [E, hidden]
-        shared_gate [hidden, 1] float32, with `shared_gate`
+        with `biases`: router_bias [E] float32, gate_up_bias [E, 2 I], down_bias [E, hidden]
+        with `shared_gate`: shared_gate [hidden, 1] float32
         gate_up_proj [E, 2 I, hidden], the gate's rows first, and down_proj [E, hidden, I]: [out,
-        in], as they are published
-        of FP8 experts also gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's
-        first, and down_scale [E, ceil(hidden / 128), ceil(I / 128)], float32 (`core.fp8_blocks`)
-        experts of 4 bits are tiles with their scales, uint8 (`core.numerics.four_bit_tiles`):
+        in], as in checkpoints
+        with FP8 experts: gate_up_scale [E, 2, ceil(I / 128), ceil(hidden / 128)], the gate's first,
+        and down_scale [E, ceil(hidden / 128), ceil(I / 128)], float32
+        (`core.numerics.fp8_block_scaling`)
+        4-bit experts are tiles with their scales, uint8 (`core.numerics.four_bit_tiles`):
         gate_up_proj [E, 2, I / 64, hidden / C, bytes], down_proj [E, hidden / 64, I / C, bytes]
-        shared: a `GatedMLP` of `shared_size` columns. Where these are a whole number of experts
-        there is none: the last experts of both stacks are the shared ones, beyond the router's E.
-        Every token takes them.
+        shared: a `GatedMLP` of `shared_size` columns, unless these are a whole number of experts.
+        In this case the last experts of both stacks, after the router's E, are the shared experts,
+        and every token uses them.
 
-    Differentiable in reverse mode, in the chosen experts' weights too unless they are quantized.
+    Differentiable in reverse mode, also in the chosen experts' weights, unless these are quantized.
 
     Args:
         expert_size: I, columns of each routed expert.
-        router: how tokens choose.
-        shared_size: columns of what every token takes; 0 for none.
-        shared_gate: the shared experts' output is times sigmoid(x @ shared_gate) (Qwen3-Next).
+        router: the `Router`, which chooses the experts of a token.
+        shared_size: columns of the shared experts, which every token uses; 0 for none.
+        shared_gate: the shared experts' output is multiplied by sigmoid(x @ shared_gate)
+            (Qwen3-Next).
         biases: the router's logits and both products of each expert have biases (gpt-oss).
-        activation: of the routed experts; None is silu(gate) * up.
-        bias_parts: GPUs that each add a part of down_bias, as each has some columns of an expert.
+        activation: activation of the routed experts; None is silu(gate) * up.
+        bias_parts: the number of GPUs that each add a part of down_bias, because each GPU has some
+            columns of an expert.
         weight_format: "fp8" keeps the routed experts in FP8, and a `FourBitFormat` in 4 bits; None
-            keeps all in `param_dtype`.
-        own_experts: how many of the router's experts the stacks have, where other GPUs have the
-            rest; None: all.
-        fp8: of a shared MLP beside the stacks, see `GatedMLP`.
-        dtype: of the operands of every product except those of the router and the gate, which are
-            float32. If `dtype` is bfloat16, `step` computes these with two bfloat16 products, and
-            a call with three (`moe/router_logits.py`). The gradient of a call has bfloat16
-            products.
+            keeps all weights in `param_dtype`.
+        own_experts: the number of the router's experts in the stacks, if other GPUs have the rest;
+            None: all experts.
+        fp8: the `fp8` argument of a separate shared MLP; see `GatedMLP`.
+        dtype: dtype of the operands of all products, except for the products of the router and the
+            gate, which are float32. If `dtype` is bfloat16, `step` computes the latter with two
+            bfloat16 products each, and a call of the module with three (`moe/router_logits.py`).
+            The gradient of a call has bfloat16 products.
 
     Raises:
-        ValueError: there is a gate and nothing shared, or biases or an activation and shared
-            experts.
+        ValueError: `shared_gate` is given without shared experts, or `biases` or `activation` with
+            shared experts.
     """
 
     def __init__(
@@ -169,7 +172,7 @@ class MixtureOfExperts(nnx.Module):
 
     @property
     def form(self) -> FourBitFormat | None:
-        """Of experts of 4 bits."""
+        """The format of 4-bit experts."""
         return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
@@ -195,19 +198,18 @@ class MixtureOfExperts(nnx.Module):
         apart: bool = False,
         implementation: Implementation | None = None,
     ) -> tuple[Any, Arena | None]:
-        """The experts' sum in a loop over layers, and the arena. Not differentiable on a GPU.
+        """The sum of the experts in a loop over layers, and the arena. Not differentiable on a GPU.
 
         Args:
-            stacks: the parameters `stacked_names` of all layers, [L, ...] each, in place of its
-                own: the experts of a layer are too many bytes to be sliced out. The router and
-                the gate may be one matrix, see `split_router`.
-            layer: this layer's number in `stacks`.
-            valid: whether a token is no padding, a truth value or a number; padding takes no
-                expert.
-            share: which experts are this GPU's, where others have the rest; the output is its part
-                of the sum.
+            stacks: the parameters `stacked_names` of all layers, each [L, ...], which replace the
+                module's own. Slicing one layer's experts out of the stack would copy too many
+                bytes. The router and the gate may be one matrix, see `split_router`.
+            layer: the index of this layer in `stacks`.
+            valid: whether a token is not padding, as a bool or a number; padding uses no expert.
+            share: the experts of this GPU, if other GPUs have the rest; the output is then the
+                GPU's part of the sum.
             arena: scratch of at least `jaxattn.moe.scratch(tokens=T, ...)`.
-            apart: whether the sum may be the experts' `ExpertOutputs`, see `mixture_of_experts`.
+            apart: whether the result may be an `ExpertOutputs`; see `mixture_of_experts`.
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         bias = stacks.get("router_bias")
@@ -294,7 +296,8 @@ class MixtureOfExperts(nnx.Module):
         arena: Arena,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], RoutedToken | None, Arena]:
-        """A token's experts and weights, and what `router_shared_experts` makes beside them."""
+        """The experts and weights of each token, and the other results of
+        `router_shared_experts`."""
         return router_shared_experts(
             tokens,
             stacks["router"],
@@ -315,14 +318,14 @@ class MixtureOfExperts(nnx.Module):
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         if self.dtype == jnp.bfloat16:
-            wide = weight.astype(jnp.float32)  # its gradient is the parameter's dtype again
+            wide = weight.astype(jnp.float32)  # the gradient is cast back to the parameter's dtype
             logits = training_logits(*match_varying_axes((tokens, wide)))
         else:
             logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
     def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
-        """What the shared experts' output is times."""
+        """The factor of the shared experts' output."""
         if not self.has_gate:
             return jnp.ones((len(logits), 1), jnp.float32)
         count = self.config.experts
@@ -339,11 +342,11 @@ class MixtureOfExperts(nnx.Module):
         share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """`choose` on one of several GPUs, in the numbers of its own experts."""
+        """`choose` on one of several GPUs; ids are indices of the GPU's own experts."""
         ids, weights, _ = self.choose(
             logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
-        # One launch: those of padding are -1, and the shared experts are behind the routed ones.
+        # `choose` gives padding -1 and puts the shared experts after the routed ones.
         routed, always = ids - share.first, ids - self.config.experts
         own = (routed >= 0) & (routed < self.own_experts)
         last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
@@ -393,7 +396,7 @@ class MixtureOfExperts(nnx.Module):
         return y, arena
 
     def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
-        """Whether one launch has the choice and the shared experts' gate and up."""
+        """Whether one launch supports the choice of experts and the shared experts' gate and up."""
         return supports_fused_router(
             tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always
         )
@@ -410,7 +413,7 @@ class MixtureOfExperts(nnx.Module):
         apart: bool,
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
-        """What the chosen experts make of the tokens, and the arena."""
+        """The output of the chosen experts, and the arena."""
         down_bias = stacks.get("down_bias")
         if down_bias is not None and self.bias_parts > 1:
             down_bias = down_bias / self.bias_parts
@@ -441,7 +444,7 @@ def stacked_names(
     bias: bool = False,
     biases: bool = False,
 ) -> tuple[str, ...]:
-    """The parameters that a step reads out of a whole stack of layers."""
+    """The parameters that a step reads from the stack of all layers."""
     gate = ("shared_gate",) if shared_gate else ()
     names = ("router", *gate, *(("correction_bias",) if bias else ()), *EXPERTS)
     names = (*names, *BIASES) if biases else names
@@ -451,9 +454,11 @@ def stacked_names(
 def experts_of_shared(
     expert_size: int, shared_size: int, weight_format: WeightFormat | None
 ) -> int:
-    """How many of the stack's experts are shared ones, which every token takes: 0 where their
-    columns are no whole experts', or blocks of FP8 scales would lie across two. Checkpoints of 4
-    bits leave the shared experts in floats."""
+    """The number of shared experts that are stored in the stack, which every token uses.
+
+    It is 0 if `shared_size` is not a whole number of experts, or if blocks of FP8 scales would span
+    two experts. Checkpoints with 4-bit experts store the shared experts as floats, so it is 0 too.
+    """
     if isinstance(weight_format, FourBitFormat):
         return 0
     count, rest = divmod(shared_size, expert_size)

@@ -14,8 +14,8 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * weight: x [*T, features] -> float32, the same (DeepSeek's convention).
 
     Raises:
-        TypeError: x has no dtype of floats.
-        ValueError: x has another last axis, or `features` is not a positive integer.
+        TypeError: the dtype of x is not a floating dtype.
+        ValueError: the last axis of x has a wrong size, or `features` is not a positive integer.
     """
 
     def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32):
@@ -32,8 +32,8 @@ class LayerNorm(nnx.Module):
     """(x - mean(x)) / std(x) * weight + bias: x [*T, features] -> float32, the same.
 
     Raises:
-        TypeError: x has no dtype of floats.
-        ValueError: x has another last axis, or `features` is not a positive integer.
+        TypeError: the dtype of x is not a floating dtype.
+        ValueError: the last axis of x has a wrong size, or `features` is not a positive integer.
     """
 
     def __init__(self, features: int, *, eps: float = 1e-6, param_dtype: DTypeLike = jnp.float32):

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for training, with the bits that an engine told of them."""
+"""Log-probabilities of tokens for training, bit for bit equal to those that an engine returned."""
 
 from typing import Any
 
@@ -13,21 +13,22 @@ def token_logprobs(
     *,
     scored: Float[Array, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The log-probability of each token given those before it, float32; 0 of a row's first.
+    """The log-probability of each token given the tokens before it, float32; 0 for a row's first
+    token.
 
-    A trainer and an engine round otherwise, so of the same weights they have other last bits. With
-    `scored` the values are the engine's, bit for bit, and the gradient is that of `logits`. The
-    ratio of two policies is then exactly 1 where they have the same weights.
+    A trainer and an engine round differently, so their log-probabilities differ in the last bits
+    even with equal weights. With `scored`, the values are the engine's, bit for bit, and the
+    gradient is that of `logits`. The ratio of two policies with equal weights is then exactly 1.
 
     Args:
-        logits: of a forward, such as `model.bind(params)(tokens)`.
-        scored: float32, what an engine told of the tokens (`jaxattn.logprob_array`) with the
-            weights that `logits` are of; NaN where it told nothing. A token that its filters left
-            out has -inf, and the difference of two such tokens is NaN: leave them out of a ratio
-            by `jnp.isfinite(scored)`.
+        logits: the logits of a forward pass, such as `model.bind(params)(tokens)`.
+        scored: float32, the engine's log-probabilities of the tokens (`jaxattn.logprob_array`),
+            with the weights of `logits`; NaN for tokens without a log-probability. A token that the
+            engine's filters excluded has -inf, and the difference of two such tokens is NaN:
+            exclude these tokens from a ratio with `jnp.isfinite(scored)`.
 
     Raises:
-        TypeError, ValueError: the dtype or the shape of `tokens` or `scored` does not fit.
+        TypeError, ValueError: `tokens` or `scored` has a wrong dtype or shape.
     """
     if logits.shape[:-1] != tokens.shape or tokens.ndim != 2:
         raise ValueError(
@@ -49,7 +50,7 @@ def token_logprobs(
 
 @jax.custom_jvp
 def _told(own: Array, scored: Array) -> Array:
-    """What was told where something was, else what was computed."""
+    """`scored` where it is a number, else `own`."""
     return jnp.where(jnp.isnan(scored), own, scored)
 
 

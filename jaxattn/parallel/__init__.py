@@ -1,10 +1,10 @@
-"""Several GPUs: how they are laid out, and what passes between them inside a step.
+"""Several GPUs: their layout, and the collectives inside a step.
 
     Parallel(data=2, tensor=2, context=2)     the layout (layout.py)
-    Group(parallel, devices)                  its mesh, and arrays over it (device_group.py)
+    DeviceGroup(parallel, devices)            its mesh, and arrays over it (device_group.py)
 
 A step is one program under `jax.shard_map`. Each GPU runs it with the shapes of its own share of
-the model, and meets the others in the few collectives of this room. Nothing here knows a model.
+the model, and communicates only by the collectives of this package, which depend on no model.
 """
 
 from jaxattn.parallel.collectives import all_gather as all_gather

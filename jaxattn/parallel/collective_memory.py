@@ -1,12 +1,12 @@
 """Memory of NCCL and XLA's collective kernels on each GPU, measured before anything is loaded.
 
-    taken = collectives_bytes(Group(Parallel(tensor=2), devices))
+    taken = collectives_bytes(DeviceGroup(Parallel(tensor=2), devices))
 
-NCCL makes its communicator and buffers at the first collective of each kind, outside of JAX's
-allocator. So a small one of each kind that a step may have is run, and what the process holds is
-read before and after. A group whose GPUs cannot reach each other ends here. GPUs of several
-processes meet in all sets that a step may have: no communicator is split there, so each takes its
-own.
+NCCL creates its communicator and buffers at the first collective of each kind, outside of JAX's
+allocator. So this module runs a small one of each kind that a step may use, and measures the
+process's memory before and after. If the GPUs of a group cannot reach each other, it raises an
+error. GPUs of several processes run collectives in all sets that a step may use: without
+communicator splitting, each set has its own communicator.
 """
 
 import os
@@ -24,9 +24,9 @@ from jaxattn.parallel.device_group import DeviceGroup
 from jaxattn.parallel.layout import Dimension
 from jaxattn.parallel.nccl_comm_split_flag import OFF, VARIABLE, comm_split_enabled
 
-# Elements of float32: an all-reduce up to 4 MiB is XLA's own kernel, and a larger one is NCCL's.
+# Elements of float32: XLA's own kernel runs an all-reduce of up to 4 MiB, and NCCL a larger one.
 SMALL, LARGE = 2**12, 2**21
-SECONDS = 60.0  # in which GPUs of several processes have to meet, in each program
+SECONDS = 60.0  # for GPUs of several processes to meet, in each program
 DIMENSIONS: tuple[Dimension, ...] = (
     "all", "data", "tensor", "heads", "context", "expert", "columns", "experts"
 )  # fmt: skip
@@ -37,14 +37,14 @@ class CollectiveError(RuntimeError):
 
 
 def collectives_bytes(group: DeviceGroup) -> int:
-    """Bytes that collectives take of each device of this process.
+    """Returns the bytes that collectives take on each device of this process.
 
-    What other processes take meanwhile does not count, where something says what this one holds.
-    Elsewhere the devices' free memory tells, and other processes may change that of some: the least
-    counts, as all devices take part alike. 0 where nothing says how much is free, as on a CPU.
+    If NVML reports this process's own memory, other processes do not affect the result. Otherwise
+    it is the smallest decrease of the devices' free memory, because other processes may change that
+    of some devices. It is 0 if the free memory is unknown, as on a CPU.
 
     Raises:
-        CollectiveError: a collective failed; both ends are named.
+        CollectiveError: A collective failed; the message names the devices.
     """
     check_processes(group)
     before = _held(group)
@@ -57,13 +57,13 @@ def collectives_bytes(group: DeviceGroup) -> int:
 
 
 def check_processes(group: DeviceGroup, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses GPUs of several processes whose communicators XLA may split.
+    """Refuses GPUs of several processes if XLA may split their communicators.
 
-    Two processes of two GPUs each then waited for each other without end, on four H200s. On a CPU
-    nothing is refused.
+    With splitting, two processes of two H200s each have waited for each other forever. On a CPU
+    the function refuses nothing.
 
     Raises:
-        CollectiveError: it says what to set.
+        CollectiveError: XLA may split communicators; the message names the flag to set.
     """
     processes = _processes(group)
     if group.devices[0].platform == "gpu" and processes > 1 and comm_split_enabled(environment):
@@ -79,17 +79,17 @@ def _processes(group: DeviceGroup) -> int:
 
 
 def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
-    """As `_meet`; GPUs of several processes that do not meet in so many seconds are an error.
+    """Runs `_meet` with a timeout per program, if the group has several processes.
 
-    Each program has so many: NCCL connects the GPUs of each set anew.
+    The timeout is per program, because NCCL connects the GPUs of each set anew.
 
     Raises:
-        CollectiveError: a collective failed, or did not end.
+        CollectiveError: A collective failed, or did not end in time.
     """
     if _processes(group) == 1:
         return _meet(group)
     found: list[BaseException | None] = []
-    ended: list[None] = []  # programs
+    ended: list[None] = []  # an item per finished program
 
     def meet() -> None:
         try:
@@ -99,7 +99,7 @@ def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
         else:
             found.append(None)
 
-    # A call that waits for another process cannot be ended: the process ends, and the thread too.
+    # A call that waits for another process cannot be cancelled, so it runs in a daemon thread.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
     before = -1
@@ -118,15 +118,16 @@ def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
 
 
 def _meet(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
-    """A small collective of each kind over all devices of a group.
+    """Runs a small collective of each kind over all devices of a group.
 
-    Those of several processes meet in each of their sets too, and then in all sets of one program.
+    With several processes it also runs them in each set of devices that a step may use, and then in
+    all sets in one program.
 
     Args:
-        ended: called after each program.
+        ended: A function that is called after each program.
 
     Raises:
-        CollectiveError: one failed.
+        CollectiveError: A collective failed.
     """
     sets = [group.parallel.axes("all")]
     if _processes(group) > 1:
@@ -148,11 +149,11 @@ def _meet(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
 
 
 def _each_kind(group: DeviceGroup, sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
-    """A program with a collective of each kind over these axes, one set after another."""
+    """Returns a program with a collective of each kind over these axes, one set after another."""
 
     def program() -> jax.Array:
-        # Each starts from the one before, and each GPU from numbers of its own: XLA joins sums that
-        # do not wait for each other, and computes those of equal numbers without sending them.
+        # Each collective depends on the one before, and each GPU adds its own number. Otherwise XLA
+        # joins independent sums, and computes sums of equal numbers without communication.
         own = lax.axis_index(group.parallel.axes("all"))
         x = jnp.zeros(SMALL, jnp.float32)
         for axes in sets:
@@ -166,11 +167,11 @@ def _each_kind(group: DeviceGroup, sets: Sequence[tuple[str, ...]]) -> Callable[
 
 
 class _DeviceUsage(NamedTuple):
-    """Bytes of each device of this process that are in no pool of JAX.
+    """The bytes outside of JAX's pool, for each device of this process.
 
     Attributes:
-        own: those of this process; empty where they are unknown for one of the devices.
-        all: those of all processes; empty where nothing says what is free.
+        own: The bytes of this process; empty if they are unknown for a device.
+        all: The bytes of all processes; empty if the free memory is unknown.
     """
 
     own: list[int]

@@ -1,6 +1,7 @@
-"""Collectives between the GPUs of a step. Each function is called inside `jax.shard_map`.
+"""Collectives between the GPUs of a step. Call each function inside `jax.shard_map`.
 
-All are the identity where the dimension has one part, so that a step on one GPU has none of them.
+All functions are the identity if the dimension has one part, so a step on one GPU has no
+collective.
 """
 
 import functools
@@ -18,17 +19,18 @@ from jaxattn.parallel.layout import Dimension, Parallel
 def all_reduce(
     y: Float[Array, "*T F"], parallel: Parallel, over: Dimension, dtype: DTypeLike
 ) -> Float[Array, "*T F"]:
-    """The sum of the GPUs' partial sums, in `dtype` as it is sent: one all-reduce of one operand.
+    """Returns the sum of the GPUs' partial sums, as one all-reduce of one operand in `dtype`.
 
-    XLA's own kernel, which is faster than NCCL up to 4 MB, takes an all-reduce of that form alone.
-    What it gives is not converted here: that would be a launch of its own before most readers.
-    Where sums are `ordered`, more than two GPUs gather the parts and each adds them in float32.
+    XLA's own kernel, which is faster than NCCL up to 4 MB, takes only an all-reduce of that form.
+    The result keeps `dtype`, because a conversion would be a launch of its own before most readers.
+    If the layout is `ordered`, more than two GPUs gather the parts, and each adds them in float32.
     """
     axes = parallel.axes(over)
     if not axes:
         return y
     sent = y.astype(dtype)
-    # Of two the order is no matter. NCCL adds more in an order that depends on the place in a step.
+    # Two addends need no order. NCCL adds more of them in an order that depends on the place in a
+    # step.
     if parallel.ordered and parallel.size(over) > 2:
         parts = lax.all_gather(sent, axes).astype(jnp.float32)
         return functools.reduce(jnp.add, list(parts)).astype(dtype)
@@ -41,7 +43,7 @@ def _psum(y: Array, axes: tuple[str, ...]) -> Array:
 
 
 def all_gather[T](tree: T, parallel: Parallel, over: Dimension) -> T:
-    """Of each array the parts of all GPUs, one after another along the first axis."""
+    """Concatenates each array's parts of all GPUs along the first axis."""
     axes = parallel.axes(over)
     if not axes:
         return tree
@@ -52,10 +54,10 @@ def all_gather[T](tree: T, parallel: Parallel, over: Dimension) -> T:
 def all_gather_via_all_reduce(
     x: Float[Array, "*T F"], parallel: Parallel, over: Dimension
 ) -> Float[Array, "*N F"]:
-    """As `all_gather`, by an all-reduce of each GPU's part between zeros.
+    """Like `all_gather`, by an all-reduce of each GPU's part, padded with zeros.
 
-    It sends more bytes, and XLA's own kernel takes it: for the tokens of a decode step, 7 to 14 us
-    where NCCL's gather takes 17 to 19 (two H200).
+    It sends more bytes, but can use XLA's own kernel. For the tokens of a decode step it takes 7 to
+    14 us, compared with 17 to 19 us for NCCL's gather (two H200).
     """
     parts = parallel.size(over)
     if parts == 1:
@@ -67,13 +69,13 @@ def all_gather_via_all_reduce(
 
 
 def rank(parallel: Parallel, over: Dimension) -> Int[Array, ""] | int:
-    """Which part of a dimension this GPU has."""
+    """Returns the index of this GPU's part of a dimension."""
     axes = parallel.axes(over)
     return lax.axis_index(axes) if axes else 0
 
 
 def local_shard(x: Array, parallel: Parallel, over: Dimension) -> Array:
-    """This GPU's part of what `all_gather` put together."""
+    """Returns this GPU's part of an array that `all_gather` concatenated."""
     parts = parallel.size(over)
     if parts == 1:
         return x

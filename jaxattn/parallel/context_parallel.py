@@ -1,14 +1,15 @@
-"""Attention over pages that are spread over GPUs: page p of a row is on GPU p mod N.
+"""Attention over pages that are distributed over GPUs: page p of a row is on GPU p mod N.
 
-A row is given pages in stripes, one page on each of the N GPUs, under the same number everywhere.
-So a block table names stripes, and is each GPU's own table as it stands:
+The scheduler assigns pages in stripes of one page on each of the N GPUs, with the same number on
+all. So a block table lists stripes, and serves as each GPU's own table without a change:
 
     places of a row      0  1  2  3  4  5      N = 2
     stripe               7  7  3  3  9  9      block_tables [7, 3, 9]
     GPU                  0  1  0  1  0  1
 
-Its own length, the tokens of its pages, a GPU computes from the row's. It attends with the heads of
-all N GPUs over its own pages, and the parts of a head meet on the GPU that has the head.
+From a row's length, each GPU computes the number of tokens in its own pages. It attends with the
+heads of all N GPUs over its own pages. Each head's partial results are then merged on the GPU that
+owns the head.
 """
 
 import dataclasses
@@ -34,17 +35,17 @@ from jaxattn.parallel.layout import Parallel
 type Attend = Callable[..., tuple[Array, Any, list[Array]]]
 
 
-WIDEST = 4608  # numbers of a piece that a warpgroup sends: eight heads of 576
-PIECE_MULTIPLE = 512  # it has a multiple of so many
+WIDEST = 4608  # the most numbers of a piece that a warpgroup sends: eight heads of 576
+PIECE_MULTIPLE = 512  # the numbers of a piece are a multiple of this
 
 
 def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
-    """(in how many pieces a row is sent, the numbers of the widest); None if no kernel has them.
+    """Returns (the pieces per row, the numbers of the widest piece); None if no kernel fits.
 
     Args:
-        heads: of one GPU.
-        given: numbers of a head that other GPUs attend with.
-        output: numbers of a head that come back, with a log-sum-exp.
+        heads: The number of heads of one GPU.
+        given: The numbers per head that other GPUs attend with.
+        output: The numbers per head that come back, in addition to a log-sum-exp.
     """
     for pieces in (n for n in range(1, heads + 1) if heads % n == 0):
         own = heads // pieces
@@ -55,9 +56,11 @@ def pieces_of(heads: int, given: int, output: int) -> tuple[int, int] | None:
 
 
 def gathered_in(numbers: int) -> tuple[int, int] | None:
-    """(pieces, numbers of one) of what a GPU gives to all of a row, where nothing comes back by the
-    same mailbox: as many blocks as there are pieces of a warpgroup's smallest stores of 16 bytes.
-    None if no kernel has them."""
+    """Returns (pieces per row, numbers per piece) if the mailbox carries no results back.
+
+    Each piece has a block, and is as small as a warpgroup's stores of 16 bytes allow. Returns None
+    if no kernel fits.
+    """
     width = next((n for n in (PIECE_MULTIPLE, PIECE_MULTIPLE // 2) if numbers % n == 0), 0)
     return (numbers // width, width) if width and supports_exchange(width, 2) else None
 
@@ -68,19 +71,19 @@ class ContextParallelPages:
     """The pages of a batch as one of N GPUs sees them.
 
     Attributes:
-        places: int32 [B, M * N], the page of each place of a row; -1 where another GPU has it, so
-            that nothing is written there.
+        places: int32 [B, M * N], the page of each place of a row. It is -1 for the pages of other
+            GPUs, so that nothing is written there.
         tables: int32 [B * S, M], this GPU's own pages of each new token's row.
-        lens: int32 [B * S], how many tokens of its own pages each new token sees; no more than its
-            table has places for.
-        axes: the mesh axes that the pages are spread over.
-        ways: N.
-        most: tokens that a table has places for.
-        mailbox: that rows are sent through; None: XLA's collectives.
-        pieces: that a row is sent in, see `pieces_of`.
-        merge: a mailbox by which outputs meet in the launch that merges a GPU's own; None: they
-            are merged, sent through `mailbox` and merged again.
-        implementation: of `peer_exchange`.
+        lens: int32 [B * S], the number of tokens in these pages that each new token attends to, at
+            most the capacity of its table.
+        axes: The mesh axes over which the pages are distributed.
+        ways: N, the number of GPUs.
+        most: The number of tokens for which a table has places.
+        mailbox: The mailbox through which GPUs exchange rows; None uses XLA's collectives.
+        pieces: The number of pieces in which a row is sent, see `pieces_of`.
+        merge: A mailbox for the fused merge, in which the launch that merges a GPU's own partial
+            results also exchanges them. None merges, sends through `mailbox`, and merges again.
+        implementation: The implementation of `peer_exchange`.
     """
 
     places: Int[Array, "B MN"]
@@ -106,17 +109,17 @@ class ContextParallelPages:
         page_size: int,
         q_len: int,
     ) -> "ContextParallelPages | None":
-        """Of rows whose last `q_len` tokens are new; None where each GPU has all pages.
+        """Returns the pages of rows with `q_len` new tokens; None if each GPU has all pages.
 
         Args:
-            block_tables: the stripes of each row, in order.
+            block_tables: The stripes of each row, in order.
         """
         axes, ways = parallel.axes("context"), parallel.size("context")
         if not axes:
             return None
         gpu = lax.axis_index(axes)
         places = written_places(parallel, block_tables)
-        # Each new token is a row of its own: it sees the tokens up to itself.
+        # Each new token becomes a row of its own, which attends to the tokens up to itself.
         ends = seq_lens[:, None] - jnp.arange(q_len - 1, -1, -1)
         ends = jnp.where((seq_lens > 0)[:, None], jnp.maximum(ends, 0), 0).reshape(-1)
         tables = jnp.repeat(block_tables, q_len, axis=0)
@@ -125,24 +128,24 @@ class ContextParallelPages:
         return cls(places, tables, lens, axes, ways, most)
 
     def exchanging(self, mailbox: SymmetricBuffer, **options: Any) -> "ContextParallelPages":
-        """The same pages, of GPUs that send each other rows through a mailbox."""
+        """Returns the same pages, for GPUs that exchange rows through a mailbox."""
         return dataclasses.replace(self, mailbox=mailbox, **options)
 
     def attend(
         self, heads: list[Float[Array, "B S h D"]], attend: Attend
     ) -> tuple[Float[Array, "B S h R"], list[Array], list[SymmetricBuffer]]:
-        """Attention of this GPU's heads over the pages of all.
+        """Computes the attention of this GPU's heads over the pages of all GPUs.
 
         Args:
-            heads: what each of its h heads attends with: queries, and gates where there are any.
-            attend: (those of all N x h heads [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1,
-                N h, R], lse [B * S, 1, N h], whatever else comes back). Where outputs meet it is
-                given `merge` too, and returns (out [B * S, 1, h, R] of this GPU's heads, the
-                mailbox after it, whatever else).
+            heads: The inputs of each of the GPU's h heads: queries, and gates if there are any.
+            attend: The attention over this GPU's pages: (the inputs of all N x h heads
+                [B * S, 1, N h, D], tables, lens) -> (out [B * S, 1, N h, R], lse [B * S, 1, N h],
+                further results). With the fused merge it also gets `merge`, and returns (out
+                [B * S, 1, h, R] of this GPU's heads, the mailbox after it, further results).
 
         Returns:
-            (the output in `attend`'s dtype, 0 for padding; what else came back; the mailboxes that
-            there are, `mailbox` and `merge`).
+            (the output in `attend`'s dtype, 0 for padding; the further results; the mailboxes
+            `mailbox` and `merge`, if they exist).
         """
         widths = [x.shape[-1] for x in heads]
         batch, q_len, own, _ = heads[0].shape
@@ -172,13 +175,13 @@ class ContextParallelPages:
         return merged, rest, given
 
     def row_positions(self, own: Int[Array, "*B"]) -> Int[Array, "*B"]:
-        """The places in their row of tokens in this GPU's pages; -1 of -1."""
+        """Returns the positions in their row of tokens in this GPU's pages; -1 stays -1."""
         page = self.most // self.tables.shape[1]
         stripe, gpu = own // page * self.ways, lax.axis_index(self.axes)
         return jnp.where(own < 0, -1, (stripe + gpu) * page + own % page)
 
     def own_positions(self, positions: Int[Array, "B S K"]) -> Int[Array, "rows 1 K"]:
-        """The inverse, for rows of one new token; -1 of a token in another GPU's pages."""
+        """The inverse, for rows of one new token; -1 for a token in another GPU's pages."""
         page = self.most // self.tables.shape[1]
         column = positions // page
         there = (positions >= 0) & (column % self.ways == lax.axis_index(self.axes))
@@ -186,8 +189,8 @@ class ContextParallelPages:
         return own.reshape(-1, 1, positions.shape[-1])
 
     def _gathered(self, x: Float[Array, "T 1 h D"]) -> tuple[Array, SymmetricBuffer | None]:
-        """([T, 1, N h, D] of all GPUs, the mailbox after it or None where XLA gathered them). Where
-        outputs meet, zeros fill up what the launch of decode takes."""
+        """Returns ([T, 1, N h, D] of all GPUs, the mailbox afterwards, or None if XLA gathered).
+        With the fused merge, zeros pad the heads to the number that the decode launch takes."""
         rows, _, own, width = x.shape
         if self.mailbox is None or not self._room(rows) or x.dtype.itemsize != 2:
             return lax.all_gather(x, self.axes, axis=2, tiled=True), None
@@ -197,10 +200,10 @@ class ContextParallelPages:
         return met.reshape(rows, 1, (self.ways + room) * own, width), mailbox
 
     def _exchanged(self, x: Array, mailbox: SymmetricBuffer) -> tuple[Array, SymmetricBuffer]:
-        """What all GPUs have of this GPU's heads, [N, T, pieces, h / pieces, W].
+        """Returns all GPUs' results for this GPU's heads, [N, T, pieces, h / pieces, W].
 
         Args:
-            x: uint16 [T, 1, N h, W], of all heads.
+            x: uint16 [T, 1, N h, W], the results for all heads.
         """
         rows, _, heads, width = x.shape
         own = heads // self.ways // self.pieces
@@ -221,7 +224,7 @@ class ContextParallelPages:
 
 
 def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
-    """Both in one array [*h, R + 1]; of 16 bits [*h, R + 2], whose last two are a float32's."""
+    """Joins both in one array [*h, R + 1]; with 16 bits [*h, R + 2], ending in a split float32."""
     if out.dtype.itemsize != 2:
         wide = jnp.promote_types(out.dtype, jnp.float32)
         return jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
@@ -230,7 +233,7 @@ def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
 
 
 def _apart(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
-    """The inverse of `_joined`, in float32 at least."""
+    """The inverse of `_joined`, in float32 or wider."""
     if joined.dtype != jnp.uint16:
         return joined[..., :-1], joined[..., -1]
     out = lax.bitcast_convert_type(joined[..., :-2], dtype)
@@ -240,13 +243,14 @@ def _apart(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array
 def own_lengths(
     lens: Int[Array, "*B"], gpu: Int[Array, ""] | int, ways: int, page_size: int
 ) -> Int[Array, "*B"]:
-    """How many of a row's first tokens lie in the pages of GPU number `gpu` of `ways`."""
+    """Returns how many of a row's first tokens lie in the pages of GPU `gpu` of `ways`."""
     stripe = ways * page_size
     return lens // stripe * page_size + jnp.clip(lens % stripe - gpu * page_size, 0, page_size)
 
 
 def written_places(parallel: Parallel, block_tables: Int[Array, "B M"]) -> Int[Array, "B MN"]:
-    """The page of each place of a row; -1 where another GPU has it: nothing is written there."""
+    """Returns the page of each place of a row. It is -1 for the pages of other GPUs, so that
+    nothing is written there."""
     axes, ways = parallel.axes("context"), parallel.size("context")
     if not axes:
         return block_tables
@@ -257,14 +261,14 @@ def written_places(parallel: Parallel, block_tables: Int[Array, "B M"]) -> Int[A
 def prefix_of(
     parallel: Parallel, kv_cache: Array, block_tables: Int[Array, "B M"], layer: Any
 ) -> tuple[Array, Int[Array, "B MN"], Any]:
-    """A cache in which each row's pages lie in order, from all GPUs: a prompt reads it.
+    """Gathers a cache in which each row's pages lie in order, for a prompt to read.
 
     Args:
-        kv_cache: [L, pages, ...] with `layer`, or [pages, ...]: this GPU's own.
+        kv_cache: This GPU's own cache, [L, pages, ...] with `layer`, or [pages, ...].
 
     Returns:
-        (pages [B * M * N, ...] of the layer, the tables of all places, the layer in them: None).
-        Where each GPU has all pages, what was given.
+        (pages [B * M * N, ...] of the layer, the tables of all places, None as layer). If each GPU
+        has all pages, the arguments are returned.
     """
     axes, ways = parallel.axes("context"), parallel.size("context")
     if not axes:
@@ -272,7 +276,7 @@ def prefix_of(
     batch, width = block_tables.shape
     index = (block_tables,) if layer is None else (split_layer_index(layer)[2], block_tables)
     with jax.named_scope("context_prefix"):
-        # Entries past a row's length may name no page; what they read is never looked at.
+        # Entries after a row's last page may be invalid; no op uses the pages that they read.
         own = kv_cache.at[index].get(mode="clip")
         met = jnp.moveaxis(lax.all_gather(own, axes), 0, 2)
         pages = met.reshape(batch * width * ways, *own.shape[2:])
@@ -281,7 +285,7 @@ def prefix_of(
 
 
 def own_of_shared(x: Float[Array, "*shape Hk D"], parallel: Parallel) -> Float[Array, "*shape h D"]:
-    """Of the key-value heads that GPUs with parts of a row's pages share, those of its queries."""
+    """Selects this GPU's key-value heads, of those that the GPUs of a row's pages share."""
     axes, ways = parallel.axes("context"), parallel.size("context")
     if not axes:
         return x

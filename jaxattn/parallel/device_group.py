@@ -1,7 +1,7 @@
 """A group of devices: its mesh, and trees of arrays over it.
 
-A tree over a group is one of global arrays, with a tree of PartitionSpecs beside it. What one GPU
-has of it is a tree of local arrays; their addresses, and no copies, go from one to the other.
+A tree over a group has global arrays, described by a tree of PartitionSpecs. One GPU's part is a
+tree of local arrays. Conversions between the two pass addresses and make no copies.
 """
 
 import dataclasses
@@ -20,10 +20,11 @@ from jaxattn.parallel.layout import Parallel
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGroup:
-    """Devices in the order of `Parallel`'s numbers.
+    """Devices in the order of `Parallel`'s GPU numbers.
 
     Raises:
-        ValueError: there are more or fewer devices than GPUs, or of several kinds.
+        ValueError: The number of devices differs from the number of GPUs, or the devices are of
+            several kinds.
     """
 
     parallel: Parallel
@@ -40,26 +41,26 @@ class DeviceGroup:
 
     @property
     def each(self) -> PartitionSpec:
-        """Of an array that each GPU has its own of: one after another along the first axis."""
+        """The spec of an array with a part per GPU, concatenated along the first axis."""
         return PartitionSpec(self.parallel.axes("all"))
 
     @property
     def rows(self) -> PartitionSpec:
-        """Of an array of rows, the batch: those of the data groups one after another."""
+        """The spec of an array of rows, with the data groups' rows concatenated."""
         return PartitionSpec(self.parallel.axes("data"))
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
 
     def shardings(self, specs: Any) -> Any:
-        """A tree of PartitionSpecs as one of shardings."""
+        """Converts a tree of PartitionSpecs to shardings."""
         return jax.tree.map(self.sharding, specs, is_leaf=_is_spec)
 
     def shapes(self, local: Any, specs: Any) -> Any:
-        """The global shapes, with their shardings, of what each GPU has in these local ones.
+        """Returns the global shapes, with shardings, for these local shapes.
 
         Args:
-            specs: a tree of PartitionSpecs, or of the first of its branches.
+            specs: A tree of PartitionSpecs, or a prefix of such a tree.
         """
 
         def whole(spec: PartitionSpec, tree: Any) -> Any:
@@ -76,18 +77,18 @@ class DeviceGroup:
     def step(
         self, step: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any
     ) -> Callable[..., Any]:
-        """A step of one GPU's shapes as one program of all GPUs.
+        """Returns one program of all GPUs from a step with the shapes of one GPU.
 
         Args:
-            in_specs: of its arguments, trees of PartitionSpecs or the first of their branches.
+            in_specs: The specs of its arguments, as trees of PartitionSpecs or prefixes of them.
         """
 
         @functools.wraps(step)
         def over_all(*arguments: Any) -> Any:
             leaves, structure = jax.tree.flatten(arguments)
             specs = jax.tree.leaves(_spread(in_specs, arguments), is_leaf=_is_spec)
-            # Empty arrays, which packed parameters have, are made inside: XLA's partitioner (jax
-            # 0.11.2) ends the process where it meets one.
+            # Packed parameters have empty arrays. They are created inside, because XLA's
+            # partitioner (jax 0.11.2) crashes on them.
             full = [place for place, leaf in enumerate(leaves) if leaf.size]
 
             def on_each(*given: jax.Array) -> Any:
@@ -98,7 +99,7 @@ class DeviceGroup:
                     made[place] = leaf
                 return step(*jax.tree.unflatten(structure, made))
 
-            # A Pallas kernel does not say how what it returns varies over the mesh.
+            # Pallas kernels do not declare how their results vary over the mesh.
             return jax.shard_map(
                 on_each,
                 mesh=self.mesh,
@@ -110,24 +111,24 @@ class DeviceGroup:
         return over_all
 
     def put(self, array: np.ndarray, spec: PartitionSpec) -> jax.Array:
-        """An array of the host's over the group; every process has to have the same.
+        """Puts a host array on the group; every process must have the same array.
 
-        `jax.device_put` compares the processes' arrays first, by a collective of its own.
+        `jax.device_put` would first compare the processes' arrays by a collective.
         """
         return jax.make_array_from_callback(
             array.shape, self.sharding(spec), lambda part: array[part]
         )
 
     def maker(self, make: Callable[[], Any], specs: Any) -> Callable[[], Any]:
-        """Compiled: what each GPU makes for itself, as one tree over the group."""
+        """Compiles a function with which each GPU makes its part of a tree over the group."""
         return jax.jit(self.step(make, (), specs)).lower().compile()
 
     def make(self, make: Callable[[], Any], specs: Any) -> Any:
-        """What each GPU makes for itself, as one tree over the group."""
+        """Makes a tree over the group, each GPU its own part."""
         return self.maker(make, specs)()
 
     def join(self, trees: Sequence[Any], specs: Any) -> Any:
-        """One tree over the group of what lies on each of its devices, in their order."""
+        """Joins the trees on the group's devices, in their order, into one tree over the group."""
 
         def whole(spec: PartitionSpec, *parts: Any) -> Any:
             sharding = self.sharding(spec)
@@ -141,7 +142,7 @@ class DeviceGroup:
         return jax.tree.map(whole, specs, *trees, is_leaf=_is_spec)
 
     def split(self, tree: Any) -> list[Any]:
-        """The inverse of `join`: for each device of this process its own arrays."""
+        """The inverse of `join`: returns the arrays of each device of this process."""
         leaves, structure = jax.tree.flatten(tree)
         found = []
         for device in self.local_devices:
@@ -154,12 +155,12 @@ class DeviceGroup:
 
     @property
     def local_devices(self) -> list[jax.Device]:
-        """Those of this process, in the group's order."""
+        """The devices of this process, in the group's order."""
         process = jax.process_index()
         return [device for device in self.devices if device.process_index == process]
 
     def number(self, device: jax.Device) -> int:
-        """The number of a device in the group."""
+        """Returns the index of a device in the group."""
         return self.devices.index(device)
 
     def _global(self, spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -172,7 +173,7 @@ class DeviceGroup:
 
 
 def _spread(specs: Any, tree: Any) -> Any:
-    """The specs with one for each leaf of the tree."""
+    """Returns the specs with one for each leaf of the tree."""
     return jax.tree.map(
         lambda spec, branch: jax.tree.map(lambda _: spec, branch), specs, tree, is_leaf=_is_spec
     )

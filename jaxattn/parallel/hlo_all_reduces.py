@@ -1,4 +1,4 @@
-"""The all-reduces of a compiled step, read from its HLO: how many there are, and in which form."""
+"""The all-reduces of a compiled step, read from its HLO: their number and their form."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*)\[(?P<shape>[\d,]*)\]")
 
 @dataclasses.dataclass(frozen=True)
 class HloAllReduce:
-    """One all-reduce.
+    """An all-reduce instruction.
 
     Attributes:
-        name: of its instruction.
-        operands: arrays that it sums; XLA's combiner makes one call of several.
-        dtypes: of those.
-        nbytes: of all of them.
-        origin: the scopes that it came from.
-        config: what XLA says of how it runs: its backend configuration.
+        name: The name of the instruction.
+        operands: The number of arrays that it sums; XLA's combiner may join several.
+        dtypes: The dtypes of the arrays.
+        nbytes: The bytes of all arrays.
+        origin: The named scopes of its origin.
+        config: XLA's backend configuration, which describes how it runs.
     """
 
     name: str
@@ -38,12 +38,12 @@ class HloAllReduce:
 
     @property
     def of_layers(self) -> bool:
-        """Whether it sums a layer's outputs (`collectives.all_reduce`), and not a sampler's."""
+        """Whether it sums a layer's outputs (`collectives.all_reduce`), not a sampler's values."""
         return SCOPE in self.origin
 
     @property
     def serves(self) -> bool:
-        """Whether its form is one that XLA's own kernel takes."""
+        """Whether XLA's own kernel takes its form."""
         return (
             self.operands == 1
             and set(self.dtypes) <= {"f32", "bf16"}
@@ -53,7 +53,7 @@ class HloAllReduce:
 
 
 def all_reduces(text: str) -> list[HloAllReduce]:
-    """Those of a compiled step's HLO text, `compiled.as_text()`, in order."""
+    """Returns the all-reduces in a compiled step's HLO text, `compiled.as_text()`, in order."""
     found = []
     for line in text.splitlines():
         call = _CALL.search(line)
@@ -61,7 +61,7 @@ def all_reduces(text: str) -> list[HloAllReduce]:
             continue
         arrays = _ARRAY.findall(call["result"])
         operands = call["operands"].count("%") or len(call["operands"].split(","))
-        # An asynchronous one that is a tuple names its operands and then its results.
+        # The tuple of an asynchronous all-reduce has its operands, then its results.
         arrays = arrays[-operands:]
         sizes = (
             math.prod(int(side) for side in shape.split(",") if side) * _BYTES.get(dtype, 8)

@@ -1,4 +1,4 @@
-"""The layout of a group of GPUs: by what its work is divided, and which GPU has which part.
+"""The layout of a group of GPUs: the dimensions that divide the work, and each GPU's part.
 
 GPUs are numbered with the data groups outermost. GPU i of `Parallel(data=2, tensor=4, context=2)`:
 
@@ -8,8 +8,8 @@ GPUs are numbered with the data groups outermost. GPU i of `Parallel(data=2, ten
     heads     0  0  1  1  0  0  1  1      key-value heads
     context   0  1  0  1  0  1  0  1      pages of a row
 
-Each line counts strides: number (i % end) // begin. The mesh has an axis for each step from one
-stride to the next, so that every dimension is a tuple of its axes.
+Each line follows from two strides, as (i % end) // begin. The mesh has an axis for each step from
+one stride to the next, so every dimension is a tuple of mesh axes.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from jaxattn.core.validation.array_checks import is_integer
 
-# "experts": all GPUs that a token's experts are spread over. "columns": those of them that share
-# whole experts, and have columns of each.
+# "experts": all GPUs over which a token's experts are distributed. "columns": the GPUs among them
+# that share whole experts, and have columns of each.
 type Dimension = Literal[
     "all", "data", "tensor", "heads", "context", "expert", "columns", "experts"
 ]
@@ -27,21 +27,22 @@ type Dimension = Literal[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How `data` x `tensor` GPUs hold a model.
+    """The layout of a model on `data` x `tensor` GPUs.
 
     Attributes:
-        data: groups of GPUs. Each group has rows, pages and states of its own.
-        tensor: GPUs of a group. They divide heads, columns and the vocabulary.
-        context: over how many of those GPUs the pages of a row are spread; 1: each has all pages.
-            Page p of a row is on GPU p mod `context`.
-        expert: over how many GPUs whole experts are spread. Within a group, where it divides
-            `tensor`; else over the groups, whose tokens then meet. 1: all experts are on each
-            group, divided by columns.
-        ordered: sums over GPUs are in their order, wherever a token stands in a step. `prepare`
+        data: The number of data groups. Each group has its own rows, pages and states.
+        tensor: The number of GPUs per group. They divide heads, columns and the vocabulary.
+        context: The number of these GPUs over which a row's pages are distributed: page p is on GPU
+            p mod `context`. With 1, each GPU has all pages.
+        expert: The number of GPUs over which whole experts are distributed. If it divides `tensor`,
+            these are GPUs of one group; else of all groups, whose tokens are then combined. With 1,
+            each group has all experts, divided by columns.
+        ordered: Whether sums over GPUs have a fixed order, wherever a token is in a step. `prepare`
             sets it for exact mode.
 
     Raises:
-        TypeError, ValueError: a number is no positive integer or does not divide, with what does.
+        TypeError, ValueError: A number is not a positive integer or does not divide; the message
+            has the numbers that do.
     """
 
     data: int = 1
@@ -85,17 +86,17 @@ class Parallel:
 
     @property
     def flags(self) -> str:
-        """The layout as flags of `jaxattn.serve` and `jaxattn.plan`; "" for one GPU."""
+        """The layout as options of `jaxattn.serve` and `jaxattn.plan`; "" for one GPU."""
         given = self._numbers.items()
         return " ".join(f"--{name} {value}" for name, value in given if value > 1)
 
     @property
     def experts_meet(self) -> bool:
-        """Whether experts are spread over the data groups, so that their tokens meet."""
+        """Whether the experts are distributed over the data groups, so that tokens are combined."""
         return bool(self.tensor % self.expert)
 
     def span(self, dimension: Dimension) -> tuple[int, int]:
-        """(begin, end) of a dimension's strides: GPU i is number (i % end) // begin in it."""
+        """Returns the strides (begin, end): GPU i has part (i % end) // begin of the dimension."""
         group = self.gpus if self.experts_meet else self.tensor
         match dimension:
             case "all":
@@ -117,30 +118,30 @@ class Parallel:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Where dimensions begin and end, ascending from 1 to the number of GPUs."""
+        """The strides at which dimensions begin and end, from 1 to the number of GPUs."""
         names: tuple[Dimension, ...] = ("all", "tensor", "context", "expert")
         return tuple(sorted({stride for name in names for stride in self.span(name)}))
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The axes of the mesh by name, with their sizes, the outermost first."""
+        """The sizes of the mesh axes by name, the outermost first."""
         steps = zip(self.strides, self.strides[1:], strict=False)
         axes = {_axis(begin): end // begin for begin, end in steps}
         return dict(reversed(axes.items()))
 
     def axes(self, dimension: Dimension) -> tuple[str, ...]:
-        """The mesh axes of a dimension, the outermost first; none where it has one part."""
+        """Returns the mesh axes of a dimension, the outermost first; () if it has one part."""
         begin, end = self.span(dimension)
         strides = [stride for stride in self.strides if begin <= stride < end]
         return tuple(_axis(stride) for stride in reversed(strides))
 
     def size(self, dimension: Dimension) -> int:
-        """The parts of a dimension."""
+        """Returns the number of parts of a dimension."""
         begin, end = self.span(dimension)
         return end // begin
 
     def part(self, dimension: Dimension, gpu: int) -> int:
-        """Which part of a dimension GPU number `gpu` has."""
+        """Returns the index of GPU `gpu`'s part of a dimension."""
         begin, end = self.span(dimension)
         return gpu % end // begin
 

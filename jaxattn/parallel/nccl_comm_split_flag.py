@@ -1,8 +1,8 @@
-"""XLA's flag that splits NCCL's communicators, which is off where GPUs of several processes meet.
+"""XLA's flag that splits NCCL's communicators, which must be off for GPUs of several processes.
 
-XLA (of jax 0.11.2) may drop the communicator of some GPUs in favour of one that it splits from that
-of more GPUs. Two processes with two GPUs each then wait for each other without end. The backend
-reads the flag once, when it starts: from the environment alone, and for all programs of a process.
+XLA (of jax 0.11.2) may replace the communicator of some GPUs by one that it splits from that of
+more GPUs. Two processes with two GPUs each then wait for each other forever. The backend reads the
+flag once, when it starts, only from the environment, and for all programs of a process.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -14,13 +14,13 @@ OFF = f"{NAME}=false"
 
 
 def disable_comm_split(environment: MutableMapping[str, str]) -> None:
-    """Turns splitting off, whatever the flags say of it, before JAX sees a device."""
+    """Turns splitting off, whatever the current flags say, before JAX initializes its devices."""
     if comm_split_enabled(environment):
         environment[VARIABLE] = f"{_flags(environment)} {OFF}".strip()
 
 
 def comm_split_enabled(environment: Mapping[str, str]) -> bool:
-    """Whether the flags leave splitting on, as they do where they do not say."""
+    """Whether splitting is on, which is also the default without the flag."""
     said = [
         value
         for name, _, value in (flag.partition("=") for flag in _flags(environment).split())
@@ -30,7 +30,7 @@ def comm_split_enabled(environment: Mapping[str, str]) -> bool:
 
 
 def _flags(environment: Mapping[str, str]) -> str:
-    """XLA takes what does not begin with a dash for the name of a file of flags."""
+    """Returns the flags; XLA reads them from a file if the value does not begin with a dash."""
     given = environment.get(VARIABLE, "").strip()
     if not given or given.startswith("-"):
         return given

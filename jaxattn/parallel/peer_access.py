@@ -1,4 +1,4 @@
-"""Peer access between the GPUs of a process, as CUDA's driver reports it."""
+"""Peer access between the GPUs of a process, as the CUDA driver reports it."""
 
 import ctypes
 import itertools
@@ -10,9 +10,9 @@ import jax
 def peers_reach(devices: Sequence[jax.Device]) -> bool:
     """Whether each of these GPUs can write into the memory of each other one.
 
-    GPUs of one board do, over NVLink. Others may not, as some in virtual machines: XLA's
-    collectives go by the host's memory there. False of devices of several processes, none of which
-    knows all addresses. True of others that are no GPUs, and of a single one.
+    GPUs of one board can, over NVLink. Others may not, as in some virtual machines, where XLA's
+    collectives use the host's memory. The result is False for devices of several processes, none of
+    which knows all addresses, and True for devices other than GPUs and for a single GPU.
     """
     if any(each.process_index != jax.process_index() for each in devices):
         return False

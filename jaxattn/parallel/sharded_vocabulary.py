@@ -1,7 +1,7 @@
-"""A vocabulary sharded over GPUs: each has the logits of some ids, and none sees those of all.
+"""A vocabulary sharded over GPUs: each GPU has the logits of some ids, and none has all.
 
-The likeliest token of a row is the best of the GPUs' best: a pair of numbers from each, where the
-logits of 128 rows would be megabytes.
+The likeliest token of a row is the best of the GPUs' best tokens. So each GPU sends a pair of
+numbers per row; the logits of 128 rows would be megabytes.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from jaxattn.parallel.layout import Parallel
 
 @dataclasses.dataclass(frozen=True)
 class ShardedVocabulary:
-    """Which ids a GPU has.
+    """The ids of a GPU's logits.
 
     Attributes:
-        columns: ids of each GPU, V; those behind the last token are padding.
-        axes: the mesh axes that the ids are divided over; none: one GPU has all.
-        parts: how many GPUs those are.
+        columns: V, the number of ids per GPU; those after the last token are padding.
+        axes: The mesh axes over which the ids are divided; () if one GPU has all.
+        parts: The number of GPUs that share the vocabulary.
     """
 
     columns: int
@@ -41,7 +41,7 @@ class ShardedVocabulary:
         return self.first + jnp.arange(self.columns)
 
     def best(self, logits: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B 1"]]:
-        """The most likely id of each row, the lowest of equal ones, and its logit.
+        """Returns the most likely id of each row, the lowest in a tie, and its logit.
 
         A row with a NaN gives NaN.
         """
@@ -49,7 +49,7 @@ class ShardedVocabulary:
         most = jnp.take_along_axis(logits, best[:, None], axis=-1)
         if not self.axes:
             return best, most
-        # Float32 holds an id exactly up to 2**24, and one gather is sent in place of two.
+        # Float32 holds an id exactly up to 2**24, so one gather is enough instead of two.
         pair = jnp.concatenate([most, (best + self.first)[:, None].astype(most.dtype)], axis=-1)
         pairs = lax.all_gather(pair, self.axes)
         winner = jnp.argmax(pairs[..., 0], axis=0)

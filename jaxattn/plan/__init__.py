@@ -1,9 +1,9 @@
 """The memory plan of a model: bytes with their reasons, before anything is allocated.
 
-    plan(model, device, limits)       of a model or of a named public one; needs no device
+    plan(model, device, limits)       for a model or a known public one; needs no device
     python -m jaxattn.plan NAME       the same as a table
 
-An `Engine` makes the same plan, with what XLA says of its executables in place of upper bounds.
+An `Engine` makes the same plan, with XLA's figures of its executables instead of upper bounds.
 """
 
 from jaxattn.engine.startup.engine_build import check_arguments
@@ -36,28 +36,27 @@ def plan(
     placement: ModelPlacement | None = None,
     parallel: Parallel | None = None,
 ) -> MemoryPlan:
-    """What one device holds of the model, and how many pages of cache that leaves.
+    """Plans the memory that one device needs for the model, and the pages that fit.
 
-    Allocates nothing and compiles nothing: XLA's temp is an upper bound from shapes, marked as one.
-    `prepare` replaces it by what the executables say.
+    It allocates and compiles nothing. XLA's temp is an upper bound from shapes, and its basis says
+    so; `prepare` replaces it by the executables' figures.
 
     Args:
-        model: such as `jaxattn.models.Hybrid(config)`, or
+        model: A model such as `jaxattn.models.Hybrid(config)`, or the result of
             `jaxattn.models.catalog.model_resolver.load(name)`.
-        device: its memory, or its name for `known_device` (memory/device_memory.py). What its
-            `free` says is in use is left alone.
-        limits: without `num_pages` the cache gets what `utilization` (then 0.9, if not given)
-            leaves of the device.
-        placement: how several GPUs hold a decoder or a known model.
-        parallel: how several GPUs run a decoder; data groups share the batch of the limits.
+        device: The device's memory, or its name for `known_device` (memory/device_memory.py). The
+            plan does not touch memory that is in use according to `free`.
+        limits: The limits of the engine. Without `num_pages` the cache gets what `utilization`
+            leaves of the device; the default is then 0.9.
+        placement: The placement of a decoder or a known model on several GPUs.
+        parallel: The layout of a decoder over several GPUs. Data groups share the batch.
 
     Raises:
-        TypeError: the model is neither, or a placement or layout is given for one that is no
-            decoder.
-        PlanError: it does not fit, or the cache that is left holds no row at full length; the error
-            has the plan and what would make it fit.
-        ValueError: the model has no cache in `limits.cache_format`, or the limits, the device or
-            the placement make no sense for the model.
+        TypeError: `model` has another type, or it is no decoder and a placement or layout is given.
+        PlanError: The plan does not fit, or its cache holds no row at full length. The error has
+            the plan and advice.
+        ValueError: The model has no cache in `limits.cache_format`, or the limits, the device or
+            the placement are invalid for the model.
     """
     memory = known_device(device) if isinstance(device, str) else device
     if parallel is not None and parallel.gpus > 1:

@@ -1,4 +1,4 @@
-"""An upper bound of a model's activations, from its sizes: all of a layer's at once."""
+"""An upper bound on a model's activations, from its sizes: all those of a layer at once."""
 
 import math
 
@@ -7,7 +7,7 @@ from jaxattn.plan.placement import ModelPlacement
 
 
 def activations(sizes: LayerSizes, tokens: int, rows: int, place: ModelPlacement, keys: int) -> int:
-    """Bytes of one layer's intermediates. `keys`: keys that a token's scores are held for."""
+    """Returns the bytes of one layer's intermediates. `keys`: keys per token with scores."""
     hidden, heads = sizes.hidden_size, sizes.num_heads // place.ways
     stream = tokens * hidden * (3 * 4 + 3 * 2)  # residual, normed, branch: float32 and bfloat16
     if sizes.latent:
@@ -27,11 +27,11 @@ def activations(sizes: LayerSizes, tokens: int, rows: int, place: ModelPlacement
         delta = tokens * channels * 4 * 4 + chunks * state_heads * 4 * (
             3 * math.prod(sizes.state_shape) + 6 * 64 * 64
         )
-    # At worst every GPU's tokens choose the experts of one of them.
+    # In the worst case all GPUs' tokens choose the experts of one GPU.
     top = min(sizes.top_k, -(-sizes.experts // place.gpus))
     arriving = tokens * top * (place.gpus if place.attention == "data" else 1)
     experts = arriving * 2 * (2 * hidden + 3 * sizes.expert_size) + tokens * sizes.experts * 8
     mlp = tokens * 3 * 4 * max(sizes.mlp_size, sizes.expert_size)
     logits = rows * -(-sizes.vocab_size // place.ways) * 4 * 4
-    widened = 2 * 2 * sizes.widened // place.ways  # and once more, turned
+    widened = 2 * 2 * sizes.widened // place.ways  # twice, because of a transposed copy
     return stream + max(attention, delta) + max(experts, mlp) + logits + widened

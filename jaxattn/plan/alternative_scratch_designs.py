@@ -1,9 +1,9 @@
-"""Scratch memory of other designs: the arithmetic of five pull requests.
+"""Scratch memory of other designs, computed as in the reports below.
 
-Each formula is checked against what its report says was allocated. "Naive" is a buffer for each
-layer, or a workspace for the longest context that the model could have. Of split attention "here"
-is what `gqa_decode` keeps at most, for the same heads in any batch up to as many rows. Its partial
-results are bounded by the multiprocessors alone: not by context, batch or layers.
+The tests check each formula against the allocation that its report names. "Naive" is a buffer per
+layer, or a workspace for the longest context that the model supports. For split-KV attention "here"
+is the maximum of `gqa_decode` for the same heads in any batch up to this number of rows. Only the
+number of multiprocessors bounds its partial results, not the context, the batch or the layers.
 
     DeepSeek-R1, decode output for each layer        vllm-project/vllm#37442, #37799, #37815
     TurboQuant, splits' partial results              vllm-project/vllm#40655, #40798
@@ -28,7 +28,7 @@ from jaxattn.models.catalog.model_sizes import ModelSizes
 
 @dataclasses.dataclass(frozen=True)
 class ScratchComparison:
-    """One comparison: bytes of the naive design and of jaxattn's arena for the same work."""
+    """The bytes of a naive design and of jaxattn's arena for the same work."""
 
     name: str
     nbytes: int
@@ -37,33 +37,34 @@ class ScratchComparison:
 
 
 def per_layer_output(*, rows: int, heads: int, rank: int, layers: int, itemsize: int = 2) -> int:
-    """A persistent decode output [rows, heads, rank] for each layer."""
+    """Returns the bytes of a persistent decode output [rows, heads, rank] per layer."""
     return layers * rows * heads * rank * itemsize
 
 
 def per_layer_splits(*, rows: int, heads: int, splits: int, dim: int, layers: int) -> int:
-    """float32 partial outputs with their LSE [rows, heads, splits, dim + 1], output and LSE."""
+    """Returns the bytes of float32 partial outputs with their LSE [rows, heads, splits, dim + 1],
+    and of output and LSE, per layer."""
     return layers * split_buffers(rows=rows, heads=heads, splits=splits, dim=dim)
 
 
 def split_buffers(*, rows: int, heads: int, splits: int, dim: int) -> int:
-    """Of one layer: `per_layer_splits` without the layers."""
+    """Returns the bytes of `per_layer_splits` for one layer."""
     return rows * heads * 4 * (splits * (dim + 1) + dim + 1)
 
 
 def split_kv_workspace(
     *, rows: int, heads: int, tokens: int, dim: int, partition: int = 256
 ) -> int:
-    """A workspace with a partial output, a maximum and a sum for each partition of a row."""
+    """Returns the bytes of a workspace with a partial output, a maximum and a sum per partition."""
     return rows * heads * -(-tokens // partition) * (4 * dim + 8)
 
 
 def partial_results(
     *, rows: int, heads: int, kv_heads: int, dim: int, tokens: int, page_size: int = PAGE_SIZE
 ) -> int:
-    """Bytes that `gqa_decode` keeps of cut rows at most, in batches of up to `rows` of `tokens`.
+    """Returns the maximum bytes of `gqa_decode`'s partial results, for up to `rows` rows.
 
-    They are float32 outputs in the arena, and an LSE of each beside them.
+    They are float32 outputs in the arena, with an LSE for each.
     """
     most = 0
     for doubled in range(rows.bit_length()):
@@ -79,7 +80,7 @@ def partial_results(
 
 
 def published() -> tuple[ScratchComparison, ...]:
-    """The four cases of the reports."""
+    """Returns the four cases of the reports."""
     r1 = dict(rows=2048, heads=128, rank=512)
     qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
     sglang = dict(rows=2048, heads=32, dim=128)
@@ -113,7 +114,7 @@ def published() -> tuple[ScratchComparison, ...]:
 
 
 def of_model(model: ModelSizes, rows: int, ways: int, arena: int) -> Sequence[ScratchComparison]:
-    """The model's own decode outputs, one for each layer, against its planned arena."""
+    """Compares one decode output per layer of the model with its planned arena."""
     found = 0
     for cache in model.caches(ways):
         if isinstance(cache, LatentPages):

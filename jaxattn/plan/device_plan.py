@@ -1,4 +1,4 @@
-"""The plan of one GPU, as the engine makes it: temp is bounded by tracing the model's own steps."""
+"""The plan of one GPU, as the engine makes it: traces of the model's steps give a bound on temp."""
 
 import dataclasses
 import functools
@@ -26,21 +26,21 @@ from jaxattn.plan.estimated_plan import DRIVER
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title
 
-MOST_TRACED = 16  # to trace one takes a second
+MOST_TRACED = 16  # tracing a step takes a second
 
 type Helps = Callable[[Limits, dict[str, ExecutableMemory]], tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """A model on one GPU.
+    """The plan of a model on one GPU.
 
     Attributes:
-        model: with the caches that are planned.
-        params: its packed parameters, as shapes, as they lie in memory.
-        traced: the model whose steps bound the temp.
-        dress: adds to a plan what its lines do not say.
-        choices: why each limit that was chosen is what it is.
+        model: The model with the planned caches.
+        params: The shapes of its packed parameters, as stored in memory.
+        traced: The model whose steps are traced for the bound on temp.
+        dress: A function that completes a plan with its title, notes and weight items.
+        choices: The reason of each limit that `choose_limits` chose.
     """
 
     model: Model
@@ -52,35 +52,36 @@ class DevicePlan:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the planned device runs the kernels, whatever device plans."""
+        """Whether the planned device runs the kernels, whatever device makes the plan."""
         return self.memory.name != "cpu"
 
     @property
     def beside(self) -> dict[str, Any]:
-        """What a plan has beside arrays and executables: the driver's memory."""
+        """The items of a plan besides arrays and executables: the driver's memory."""
         driver = DRIVER if self.on_hopper else 0
         return {"outside": driver, "outside_basis": "assumed"}
 
     def checked(self, limits: Limits, helps: Helps = lambda *_: ()) -> MemoryPlan:
-        """The plan, with the pages that fit if `limits` do not say how many.
+        """Returns the plan, with the pages that fit if `limits` leave their number open.
 
         Args:
-            helps: called where it does not fit, with the limits and what is known of their
-                executables: what would make it fit.
+            helps: A function that returns advice if the plan does not fit. Its arguments are the
+                limits and the memory of their executables.
 
         Raises:
-            PlanError: it does not fit, or the cache that is left holds no row at full length.
+            PlanError: The plan does not fit, or its cache holds no row at full length.
         """
         choice = self.chosen(limits)
         limits = choose_decode_steps(choice.limits, self.params, gpu=self.on_hopper)
         return dataclasses.replace(self, choices=choice.reasons)._checked(limits, helps)
 
     def _checked(self, limits: Limits, helps: Helps) -> MemoryPlan:
-        """`checked`, of limits that leave nothing but the pages open."""
+        """`checked` for limits that leave only the number of pages open."""
         asked = limits.num_pages
         if asked is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
-        # If weights and state alone do not fit, nothing is traced; and temp grows with the pages.
+        # Check the plan without executables first, since tracing is slow. Temp grows with the
+        # pages.
         least = limits if asked else dataclasses.replace(limits, num_pages=1)
         self._plan(least, {}).check(lambda: helps(least, {}))
         if asked is None:
@@ -95,7 +96,7 @@ class DevicePlan:
         return made
 
     def chosen(self, limits: Limits) -> LimitsChoice:
-        """The limits with what they leave open, as an engine chooses it."""
+        """Chooses the limits that are left open, as an engine does."""
 
         def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
             steps = largest_steps(tried)
@@ -115,10 +116,10 @@ class DevicePlan:
         )
 
     def filled(self, limits: Limits) -> int | None:
-        """The pages that weights and state leave room for, with nothing traced; None for none.
+        """Returns the pages that weights and state leave room for, without tracing; None if none.
 
         Args:
-            limits: with `utilization`, and without `num_pages`.
+            limits: Limits with `utilization`, and without `num_pages`.
         """
         least = self._plan(dataclasses.replace(limits, num_pages=1), {})
         if least.reserve is None or least.reserve < 0:
@@ -126,7 +127,7 @@ class DevicePlan:
         return fill(self.model, limits, self.memory, self.params, {}, **self.beside).pages
 
     def _growing(self, limits: Limits) -> Iterator[dict[str, ExecutableMemory]]:
-        """What is known of the executables, of one more each time; the largest come first."""
+        """Yields the memory of a growing set of executables, beginning with the largest."""
         known: dict[str, ExecutableMemory] = {}
         entries = entry_points(limits)
         for entry in sorted(entries, key=lambda each: -each.size):
@@ -143,9 +144,10 @@ class DevicePlan:
 
 
 def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, ExecutableMemory]:
-    """An upper bound of each executable's memory, as `from_shapes`, of a Hopper GPU or of XLA.
+    """Returns upper bounds of the executables' memory like `from_shapes`, for Hopper or for XLA.
 
-    Of many executables the largest alone: the others are the same with fewer rows or tokens.
+    If there are many executables, only the largest are traced, because the others are the same with
+    fewer rows or tokens.
     """
     steps = all_steps(limits)
     if len(steps) > MOST_TRACED:
@@ -154,19 +156,20 @@ def traced_bounds(model: Model, limits: Limits, on_hopper: bool) -> dict[str, Ex
 
 
 def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -> ExecutableMemory:
-    """Of an executable of an engine of these limits."""
+    """Returns an upper bound of the memory of one executable of an engine with these limits."""
     rows, longest = limits.batch, limits.max_model_len
     prefills = isinstance(step, ModelStep) and step.kind == "prefill"
     if isinstance(step, ModelStep | FusedDecodeStep | SampleStep) and not prefills:
         rows = sampled_rows(limits, step.rows)
-    # Tables decide, and advice asks for many lengths. Drafts are looked up in whole rows.
+    # Only the table's width matters, so that advice with many lengths hits the cache of `_bound`.
+    # Prompt lookup reads whole rows, so there the length matters.
     if isinstance(step, ModelStep | FusedDecodeStep) and not isinstance(
         step, SpeculativeDecodeStep
     ):
         longest = min(limits.table_width * limits.page_tokens, MOST)
     prompts = limits.chunks[-1], limits.prompt_rows * limits.groups
     drafts = step.drafts if isinstance(step, SpeculativeDecodeStep) else 0, "lookup"
-    if limits.uses_draft_head:  # other steps keep what the head reads, too
+    if limits.uses_draft_head:  # other steps keep the head's inputs, too
         drafts = limits.speculate, limits.speculate_by
     return _bound(model, step, rows, limits.table_width, longest, prompts, drafts, on_hopper)
 
@@ -182,9 +185,15 @@ def _bound(
     drafts: tuple[int, str],
     on_hopper: bool,
 ) -> ExecutableMemory:
-    """Of a step of `rows` rows with tables of `width` pages, and `prompts` of so many tokens at
-    most, and so many of them; `drafts` says how many, and what guesses them. Advice asks for some
-    again."""
+    """Returns an upper bound of a step's memory; cached, because advice asks repeatedly.
+
+    Args:
+        rows: The number of rows.
+        width: The pages per block table.
+        longest: The maximum length of a row.
+        prompts: The maximum tokens of a prompt's chunk, and the maximum number of prompts.
+        drafts: The number of draft tokens, and their source.
+    """
     (chunk, prompt_rows), (speculate, speculate_by) = prompts, drafts
     decodes = isinstance(step, ModelStep) and step.kind == "decode"
     tokens = step.tokens if isinstance(step, ModelStep) and decodes else 1
@@ -206,12 +215,12 @@ def _bound(
 
 @functools.lru_cache(maxsize=16)
 def _packed(model: Model, on_hopper: bool) -> Any:
-    """`packed_shapes`, traced once for all steps of a model."""
+    """Returns `packed_shapes`, traced once for all steps of a model."""
     return packed_shapes(model)
 
 
 def single(model: DecoderSizes, memory: DeviceMemory, place: ModelPlacement) -> DevicePlan:
-    """A known model on one GPU."""
+    """Returns the plan of a known model on one GPU."""
     own = with_local_heads(model.model, 1, place.stored_dtype)
 
     def dress(made: MemoryPlan, limits: Limits) -> MemoryPlan:
@@ -227,7 +236,7 @@ def single(model: DecoderSizes, memory: DeviceMemory, place: ModelPlacement) -> 
     return DevicePlan(
         model=own,
         params=packed_shapes(own),
-        # A float8 cache wants scales, which no model's steps take.
+        # A float8 cache needs scales, which no model's steps take.
         traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
         memory=memory,
         dress=dress,

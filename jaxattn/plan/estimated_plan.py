@@ -1,8 +1,8 @@
-"""The plan of one GPU of a group, or of a model that only a plan knows: all from shapes.
+"""The plan of one GPU of a group, or of a model that jaxattn cannot run, only from shapes.
 
-What is exact: weights as the loader keeps them, cache pages, recurrent states, the arena (from the
-ops' own `scratch`). What is a bound: temp, as every activation of a layer at once with nothing
-reused. What is assumed: the driver's and the collectives' memory. Each line says which.
+The weights as the loader stores them, cache pages, recurrent states and the arena (from the ops'
+own `scratch`) are exact. Temp is a bound: every activation of a layer at once, with no reuse. The
+memory of the driver and of collectives is assumed. Each item names its basis.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from jaxattn.plan.placement import ModelPlacement, caches, page_bytes, weight_it
 from jaxattn.plan.plan_notes import notes, title
 
 PREFIX_BLOCK = 1024  # cached tokens that `mla_prefill` reads at a time
-# Not in any allocator: seen on one H200 is less (see benchmarks/LOG.md); libraries differ.
+# No allocator counts it. One H200 needs less (see benchmarks/LOG.md); libraries differ.
 DRIVER = 1 * GIB
-MOST_PEERS = 8  # GPUs of a host
+MOST_PEERS = 8  # GPUs per host
 
 
 def plan_group(
     model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
 ) -> MemoryPlan:
-    """The plan of one GPU of the group; `limits` are of a GPU ("data") or of the group ("tensor").
+    """Returns the plan of one GPU; `limits` are per GPU ("data") or for the group ("tensor").
 
-    The placement is checked before (`check_placement`); whether the plan fits is not.
+    The caller has checked the placement (`check_placement`), and checks whether the plan fits.
     """
     weights = weight_items(model, place)
     page = page_bytes(model, place)
@@ -47,7 +47,7 @@ def plan_group(
         outside.append(PlanItem("collectives", taken, "NCCL between the GPUs", (), "assumed", True))
     outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
-    # A page at least, and the slots: what does not depend on the pages.
+    # The bytes that do not depend on the pages: at least one page, and the slots.
     held = sum(item.nbytes for item in _cache_items(own, limits, 1)) - page
     fixed = sum(item.nbytes for item in weights) + held + temp + in_out
     solved = pages_and_arena(model, limits, place, room - fixed, page)
@@ -71,9 +71,9 @@ def plan_group(
 
 
 def collectives(gpus: int) -> int:
-    """Bytes of each GPU that NCCL's channels and buffers and XLA's own kernels take at most.
+    """Returns an upper bound of NCCL's buffers and XLA's collective kernels, in bytes per GPU.
 
-    Two H100s take 1,342 MiB each, and four H200s 2,082 MiB. More were not measured.
+    Two H100s take 1,342 MiB each, and four H200s 2,082 MiB. Larger groups were not measured.
     """
     return 768 * MIB + min(gpus, MOST_PEERS) * 384 * MIB
 
@@ -81,7 +81,7 @@ def collectives(gpus: int) -> int:
 def pages_and_arena(
     model: ModelSizes, limits: Limits, place: ModelPlacement, room: int, page: int
 ) -> CapacitySolution:
-    """The most pages that fit in `room` together with the arena for rows as long as they allow."""
+    """Finds the most pages that fit in `room` together with the arena for the longest row."""
 
     def arena(pages: int) -> int:
         width = min(limits.pages_per_row, max(pages, 1))
@@ -93,7 +93,7 @@ def pages_and_arena(
 def _scratch(
     model: ModelSizes, limits: Limits, place: ModelPlacement, width: int
 ) -> tuple[ArenaSpec, ...]:
-    # With rows of its own on each GPU, all rows may choose the experts of one of them.
+    # If each GPU has its own rows, all of them may choose the experts of one GPU.
     gathered = place.gpus if place.attention == "data" else 1
     sizes = {"max_pages": width, "ways": place.ways, "gathered": gathered}
     return tuple(
@@ -110,7 +110,7 @@ def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[
 
 
 def _temp(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[int, str]:
-    """Every activation of the largest layer at once, of the larger of decode and prefill."""
+    """Returns the activations of the largest layer, for the larger of decode and prefill."""
     sizes, chunk = model.sizes, limits.chunks[-1]
     decode = activations(sizes, limits.batch * max(limits.q_lens), limits.batch, place, 1)
     prefill = activations(sizes, chunk, 1, place, min(PREFIX_BLOCK, limits.max_model_len) + chunk)

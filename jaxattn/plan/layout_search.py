@@ -1,7 +1,7 @@
-"""The plan of each GPU of a layout, as the engine makes it, and the layout of so many GPUs.
+"""The plan of each GPU of a layout, as the engine makes it, and the choice of a layout.
 
-All GPUs of a layout run one program with equal shapes, so one plan is that of each. Its temp is
-bounded by tracing the step that one of them runs.
+All GPUs of a layout run one program with equal shapes, so one plan holds for each. Tracing the step
+of one GPU gives a bound on temp.
 """
 
 import dataclasses
@@ -21,17 +21,17 @@ from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.estimated_plan import collectives
 
-MOST_GPUS = 512  # that advice tries
-# Of a group of GPUs, where nothing else is given.
+MOST_GPUS = 512  # the maximum that advice tries
+# The defaults for a group of GPUs.
 GROUP_BATCH, GROUP_LENGTH, GROUP_CHUNK = 128, 32768, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupDevicePlan(DevicePlan):
-    """A model on one GPU of a layout: NCCL's memory is beside the driver's.
+    """The plan of a model on one GPU of a layout, with NCCL's memory next to the driver's.
 
     Attributes:
-        gpus: of the layout.
+        gpus: The number of GPUs of the layout.
     """
 
     gpus: int
@@ -48,11 +48,11 @@ def plan_parallel(
     limits: Limits,
     parallel: Parallel,
 ) -> MemoryPlan:
-    """The plan of each GPU of a layout; the data groups share the batch of `limits`.
+    """Returns the plan of each GPU of a layout; the data groups share the batch of `limits`.
 
     Raises:
-        ShardingError: the model has no such layout.
-        PlanError: it does not fit, or the cache that is left holds no row at full length.
+        ShardingError: The model does not support this layout.
+        PlanError: The plan does not fit, or its cache holds no row at full length.
     """
     one, own = _one(name, model, memory, limits, parallel)
 
@@ -67,13 +67,13 @@ def plan_parallel(
 def best_layout(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
 ) -> Parallel:
-    """The layout of so many GPUs whose caches hold the most tokens in all, of those that fit.
+    """Returns the layout of `gpus` GPUs that fits and whose caches hold the most tokens in all.
 
-    Of equal ones the layout with fewer data groups, whose steps wait for one another. Where none
-    fits, the layout whose GPUs have the fewest bytes of weights.
+    Ties go to the layout with fewer data groups, whose steps wait for one another. If no layout
+    fits, the result is the one with the fewest bytes of weights per GPU.
 
     Raises:
-        ValueError: the model has no layout of so many GPUs.
+        ValueError: The model has no layout for this number of GPUs.
     """
     fitting = list(layouts_that_fit(model, memory, limits, gpus))
     best = max(fitting, key=lambda each: (each[0], -each[1].data), default=None)
@@ -83,7 +83,7 @@ def best_layout(
 def _least_weights(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
 ) -> Parallel:
-    """The layout whose GPUs have the fewest bytes of weights."""
+    """Returns the layout with the fewest bytes of weights per GPU."""
     sizes = {
         parallel: nbytes(_one("", model, memory, limits, parallel)[0].params)
         for parallel in _possible(model, limits, gpus)
@@ -129,9 +129,9 @@ def _one(
 def fewest_gpus(
     model: DecoderModel, memory: DeviceMemory, limits: Limits, least: int
 ) -> Parallel | None:
-    """A layout that fits, of the fewest GPUs from `least` on; None if there is none."""
+    """Returns a layout that fits, with the fewest GPUs, at least `least`; None if there is none."""
     room = MemoryBudget("", memory.total, limits.utilization or 0.9, memory.limit).arrays()
-    # Fewer have no room for the weights, however these are divided.
+    # Fewer GPUs have no room for the weights, however these are divided.
     least = max(least, -(-nbytes(model.param_shapes()) // max(room, 1)))
     numbers = range(least, MOST_GPUS + 1)
     fitting = itertools.chain.from_iterable(
@@ -143,10 +143,10 @@ def fewest_gpus(
 def layouts_that_fit(
     model: DecoderModel, memory: DeviceMemory, limits: Limits, gpus: int
 ) -> Iterator[tuple[int, Parallel]]:
-    """Layouts of so many GPUs, each with the tokens that their caches hold in all: of a row at full
-    length at least.
+    """Yields the layouts of `gpus` GPUs whose caches hold at least a row at full length, each with
+    the tokens that all caches hold.
 
-    Weights and caches decide, and nothing is traced.
+    Only weights and caches count, so that nothing is traced.
     """
     for parallel in _possible(model, limits, gpus):
         one, own = _one("", model, memory, limits, parallel)
@@ -158,7 +158,7 @@ def layouts_that_fit(
 
 
 def _possible(model: DecoderModel, limits: Limits, gpus: int) -> Iterator[Parallel]:
-    """Layouts of so many GPUs whose data groups have as many rows each."""
+    """Yields the layouts of `gpus` GPUs whose data groups have equally many rows."""
     for parallel in layouts(model, gpus):
         given = (limits.batch, *limits.decode_buckets)
         if "batch" in limits.unset or not any(rows % parallel.data for rows in given):
@@ -166,7 +166,7 @@ def _possible(model: DecoderModel, limits: Limits, gpus: int) -> Iterator[Parall
 
 
 def group_limits(model: DecoderModel | ModelSizes, limits: Limits) -> Limits:
-    """The limits of a group of GPUs, for which no engine chooses what they leave open."""
+    """Fixes the open limits of a group of GPUs, for which no engine chooses them."""
     batch = max(GROUP_BATCH, 0, *limits.decode_buckets)
     values: dict[str, Any] = {
         "batch": -(-batch // limits.groups) * limits.groups,

@@ -11,7 +11,7 @@ from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import LayerCache
 from jaxattn.models.catalog.model_sizes import ModelSizes, WeightGroup
 
-# What `ModelPlacement.cache_dtype` and --cache-dtype call a format, and its dtype.
+# The names of formats in `ModelPlacement.cache_dtype` and --cache-dtype, with their dtypes.
 CACHE_DTYPES = {"bfloat16": "bfloat16", "float8": "float8_e4m3fn", "uint8": "uint8"}
 
 Attention = Literal["data", "tensor"]
@@ -19,20 +19,21 @@ Attention = Literal["data", "tensor"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """How a group of GPUs holds a model.
+    """The distribution of a model over a group of GPUs.
 
     Attributes:
-        gpus: in the group. Routed experts are divided over all of them, whole ones.
-        attention: "data": each GPU has all of attention, the dense layers and the ends. Its rows,
-            cache and states are its own. "tensor": attention is divided by heads, the ends by the
-            vocabulary, and all GPUs have the same rows. An MLA cache has no heads, so each GPU has
-            all of it.
+        gpus: The number of GPUs. The routed experts are distributed over all of them, each expert
+            whole.
+        attention: "data": each GPU has all of attention, the dense layers, embedding and head, and
+            has its own rows, cache and states. "tensor": attention is divided by heads, embedding
+            and head by the vocabulary, and all GPUs have the same rows. An MLA cache has no heads,
+            so each GPU has all of it.
         cache_dtype: "bfloat16"; "float8", one byte per number and one scale for the whole cache;
-            or "uint8", block-scaled (`LatentFormat`), both for an MLA cache. None is the model's
-            own.
+            or "uint8", block-scaled (`LatentFormat`). The last two need an MLA cache. None means
+            the model's own.
 
     Raises:
-        ValueError: a field does not fit.
+        ValueError: A field is invalid.
     """
 
     gpus: int = 1
@@ -51,7 +52,7 @@ class ModelPlacement:
 
     @property
     def ways(self) -> int:
-        """By how many attention, dense layers and ends are divided."""
+        """The number of parts of attention, the dense layers, embedding and head."""
         return self.gpus if self.attention == "tensor" else 1
 
     @property
@@ -61,22 +62,22 @@ class ModelPlacement:
 
 
 def caches(model: ModelSizes, place: ModelPlacement) -> tuple[LayerCache, ...]:
-    """What one GPU keeps of its rows."""
+    """Returns the caches of one GPU."""
     return model.caches(place.ways, place.stored_dtype)
 
 
 def latents_of(model: ModelSizes) -> LatentPages | None:
-    """The model's MLA cache, if it has one."""
+    """Returns the model's MLA cache, or None."""
     return next((each for each in model.caches() if isinstance(each, LatentPages)), None)
 
 
 def page_bytes(model: ModelSizes, place: ModelPlacement) -> int:
-    """Of a page in all layers, on one GPU."""
+    """Returns the bytes of a page in all layers, on one GPU."""
     return memory_plan.page_bytes(caches(model, place))
 
 
 def check_placement(model: ModelSizes, limits: Limits, place: ModelPlacement) -> None:
-    """Raises ValueError, with the sizes, where a group cannot hold the model so."""
+    """Raises ValueError, with the sizes, if a group cannot hold the model with this placement."""
     if limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
             f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
@@ -105,7 +106,7 @@ def check_placement(model: ModelSizes, limits: Limits, place: ModelPlacement) ->
 
 
 def weight_items(model: ModelSizes, place: ModelPlacement) -> list[PlanItem]:
-    """The line of the weights on one GPU; its parts add up to it."""
+    """Returns the item of the weights on one GPU; its parts add up to it."""
     groups: dict[str, list[WeightGroup]] = {}
     for weights in model.weights:
         groups.setdefault(weights.kind, []).append(weights)
@@ -126,10 +127,10 @@ def weight_items(model: ModelSizes, place: ModelPlacement) -> list[PlanItem]:
 
 
 def _share(model: ModelSizes, weights: WeightGroup, place: ModelPlacement) -> int:
-    """Bytes of these matrices on one GPU."""
+    """Returns the bytes of these matrices on one GPU."""
     each = sum(model.stored_bytes(weights))
     if weights.split == "experts":
-        # Whole experts: `count` is layers x experts x equal shares.
+        # Experts stay whole: `count` is layers x experts x equal shares.
         experts = model.sizes.experts if place.gpus > 1 else 1
         return weights.count // experts * -(-experts // place.gpus) * each
     ways = place.ways if weights.split in ("attention", "dense") else 1

@@ -1,4 +1,4 @@
-"""The plan of a public model with its check, and what would make it fit where it does not."""
+"""The checked plan of a public model, with advice if it does not fit."""
 
 import dataclasses
 from typing import Any
@@ -22,14 +22,14 @@ def plan_model(
     *,
     advised: bool = True,
 ) -> MemoryPlan:
-    """The plan of a known model, if it fits and its cache holds one row at full length.
+    """Returns the plan of a known model, if it fits and its cache holds one row at full length.
 
     Args:
-        advised: whether a refusal says what would make it fit.
+        advised: Whether an error has advice on how to make the plan fit.
 
     Raises:
-        PlanError: it does not, with the plan and advice.
-        ValueError: the model cannot be divided so, or is shorter than `max_model_len`.
+        PlanError: The plan does not fit; the error has the plan and advice.
+        ValueError: The model cannot be divided in this way, or `max_model_len` exceeds its length.
     """
     if "max_model_len" in limits.unset:  # a small value until it is chosen
         small = min(limits.max_model_len, model.max_position_embeddings)
@@ -57,13 +57,14 @@ def plan_model(
 def advice(
     model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
 ) -> tuple[str, ...]:
-    """What would make it fit with a page at least for one row at full length.
+    """Returns changes that make the plan fit, with at least the pages of one row at full length.
 
-    Each is one change; if none does it alone, the fewest GPUs with what else has to be smaller.
+    Each is a single change. If no single change is enough, the result is the fewest GPUs, combined
+    with the limits that must be smaller.
     """
 
     def holds_a_row(changed: Limits, on: ModelPlacement) -> bool:
-        """As far as weights and state alone say; tracing takes seconds, and comes after it."""
+        """Checks by weights and state only, because tracing takes seconds and comes later."""
         if not isinstance(model, DecoderSizes) or on.gpus > 1 or changed.num_pages is not None:
             return True
         check_placement(model, changed, on)
@@ -81,10 +82,10 @@ def advice(
         return made["kv cache"] >= changed.pages_per_row * page_bytes(model, on)
 
     def gpus_for(changed: Limits) -> int | None:
-        if isinstance(model, DecoderSizes) and place.gpus == 1:  # which a layout serves
+        if isinstance(model, DecoderSizes) and place.gpus == 1:  # an engine can serve a layout
             layout = fewest_gpus(model.model, memory, changed, 2)
             return layout.gpus if layout else None
-        # One after another: the fewest that hold it are the same from wherever one starts.
+        # Count up by one, so that the result does not depend on the current number of GPUs.
         sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
 
@@ -106,7 +107,7 @@ def advice(
             found.append(f"--{name.replace('_', '-')} {value}")
     if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
         found.append("--q-len 1")
-    # What the package serves, and for a model that it only counts the smallest.
+    # The package serves uint8. For a model that it only counts, use the smallest format.
     narrow = "uint8" if isinstance(model, DecoderSizes) else "float8"
     if place.cache_dtype not in ("float8", "uint8") and fits(
         limits, dataclasses.replace(place, cache_dtype=narrow)
@@ -134,6 +135,6 @@ def advice(
 
 
 def _with(limits: Limits, **smaller: int) -> Limits:
-    """The limits with something smaller, and no buckets that could be larger than the batch."""
+    """Returns the limits with smaller values, and without buckets, which could be too large."""
     changes: dict[str, Any] = {**smaller, "decode_buckets": (), "prefill_buckets": ()}
     return dataclasses.replace(limits, **changes)

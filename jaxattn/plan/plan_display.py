@@ -11,7 +11,7 @@ from jaxattn.memory.plan import GIB, MIB, MemoryPlan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison
 
 COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
-# What the lines are called in the picture's colours; distinct in black and white by their order.
+# The colours of the items in the picture. In black and white their order distinguishes them.
 PLOT_COLOURS = (
     "#4477aa",
     "#ccbb44",
@@ -23,7 +23,7 @@ PLOT_COLOURS = (
     "#663333",
 )
 FREE = "bright_black"
-NARROW = 80  # columns below which a table would cut its numbers
+NARROW = 80  # in fewer columns a table would cut its numbers
 
 
 class PlanPlotError(RuntimeError):
@@ -31,9 +31,9 @@ class PlanPlotError(RuntimeError):
 
 
 def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[ScratchComparison] = ()) -> None:
-    """The table, the bar, what follows from it, what was assumed, and what others would take.
+    """Prints the table, the bar, the facts, the assumptions, and the scratch of other designs.
 
-    On a narrow terminal the tables are lists, which cut no number.
+    On a narrow terminal it prints lists instead of tables, so that no number is cut.
     """
     narrow = console.width < NARROW
     if narrow:
@@ -52,7 +52,7 @@ def print_plan(console: Console, plan: MemoryPlan, naive: Sequence[ScratchCompar
 
 
 def _list(plan: MemoryPlan) -> Text:
-    """The table's rows below each other; the longest number takes 19 columns."""
+    """Returns the table's rows as a list; the longest number takes 19 columns."""
     text = Text()
     text.append(f"{plan.title}\n", style="bold")
     for item in plan.items:
@@ -66,7 +66,7 @@ def _list(plan: MemoryPlan) -> Text:
 
 
 def _sums(plan: MemoryPlan) -> list[tuple[str, int, str, str]]:
-    """What the lines come to: (name, bytes, why, style)."""
+    """Returns the totals of the plan as (name, bytes, why, style)."""
     found = [("total", plan.total, "", "")]
     if plan.budget is not None and plan.reserve is not None:
         allowed, short = plan.budget.arrays(plan.outside), plan.reserve < 0
@@ -126,7 +126,7 @@ def _comparison_list(naive: Sequence[ScratchComparison]) -> Text:
 
 
 def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
-    """(name, bytes) of the device from left to right; the last is what stays free."""
+    """Returns (name, bytes) of the device from left to right; the last is the free memory."""
     found = [(item.name, item.nbytes) for item in plan.items if item.nbytes]
     if plan.budget is not None:
         found.append(("free", max(plan.budget.total - plan.total, 0)))
@@ -134,7 +134,7 @@ def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
 
 
 def bar(plan: MemoryPlan, width: int, between: str = "  ") -> Text:
-    """One line of blocks, a colour a line of the table, and a legend with `between` its entries."""
+    """Returns one line of blocks, a colour per item, and a legend with `between` as separator."""
     parts = segments(plan)
     whole = sum(size for _, size in parts) or 1
     text, legend, done, drawn = Text(), Text(), 0, 0
@@ -152,7 +152,7 @@ def bar(plan: MemoryPlan, width: int, between: str = "  ") -> Text:
 
 
 def save_plot(plan: MemoryPlan, path: Path) -> None:
-    """The stacked bar as a PNG.
+    """Saves the stacked bar as a PNG.
 
     Raises:
         PlanPlotError: matplotlib is not installed, or the file cannot be written.

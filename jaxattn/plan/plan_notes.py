@@ -1,4 +1,4 @@
-"""Notes of a plan beside its lines: its title, its assumptions, and what reads the cache."""
+"""The text of a plan besides its items: its title, its assumptions, and the cache's reader."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches
 
 
 def title(model: ModelSizes, limits: Limits, place: ModelPlacement, memory: DeviceMemory) -> str:
-    """What is planned, in a line."""
+    """Returns the title of a plan."""
     each = "per GPU" if place.attention == "data" and place.gpus > 1 else "in all"
     one = f"{place.gpus} x {memory.name}, one of them" if place.gpus > 1 else memory.name
     return (
@@ -32,7 +32,7 @@ def title(model: ModelSizes, limits: Limits, place: ModelPlacement, memory: Devi
 
 
 def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str, ...]:
-    """Every assumption of a plan, and what reads its cache."""
+    """Returns the assumptions of a plan, and the implementation that reads its cache."""
     utilization = 0.9 if limits.utilization is None else limits.utilization
     own = caches(model, place)
     found = [
@@ -109,7 +109,7 @@ def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
 
 
 def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
-    """What decodes from the cache on a Hopper GPU: the kernel says itself what it refuses."""
+    """Returns a note on the kernel, or XLA, that decodes from the cache on a Hopper GPU."""
     cache = latents.shapes(CacheSize(pages=1, slots=1))[latents.array]
     names = {jnp.dtype(dtype).name: name for name, dtype in CACHE_DTYPES.items()}
     name = names.get(cache.dtype.name, cache.dtype.name)

@@ -100,6 +100,10 @@ def test_two_runs_are_compared_by_what_each_engine_took(ran, tmp_path, capsys):
     assert "2.000" in said and "1.000" in said and "times as fast" not in said
 
 
+@pytest.mark.slow(
+    reason="a device that the parent's imports start; found by the imports of server/test_command, "
+    "which start none, too"
+)
 def test_the_parent_leaves_the_device_to_the_engines():
     assert said_by_a_fresh_process("device of bench offline") == "False\n"
 

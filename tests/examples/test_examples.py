@@ -57,6 +57,10 @@ def test_the_engine_serves_a_request_that_came_later(capsys, monkeypatch):
     assert rounds.endswith("rounds for three requests in two rows")
 
 
+@pytest.mark.slow(
+    reason="a script that does not run; its parts are those of pretraining, which runs, and of "
+    "models/test_packed_training"
+)
 def test_finetuning_lowers_the_loss(capsys):
     pytest.importorskip("optax")
     main_of("finetune")(["--steps", "12"])

@@ -15,11 +15,11 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as gqa_schedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import decode_schedule as gqa_schedule
 from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
 from jaxattn.kernels.mla.decode import launch as mla_decode
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule
 from jaxattn.kernels.mla.prefill import launch as mla_prefill_kernel
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode
@@ -352,6 +352,10 @@ def test_mla_prefill_of_wide_heads():
     assert "tensor<1x2048x20x192x" in launch and "tensor<1x2048x64x" in launch  # never joined
 
 
+@pytest.mark.slow(
+    reason="a gradient that does not lower within a scan; found by nn/test_training's scans of XLA "
+    "and by kernels/attention on a GPU too"
+)
 def test_scanned_gqa_attention_is_differentiated():
     def loss(q, k):
         def layer(q, _):

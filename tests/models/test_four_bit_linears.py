@@ -102,7 +102,10 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("four_bit")
 
 
-@pytest.mark.parametrize("group, zeros", [(32, False), (128, False), (32, True)])
+@pytest.mark.slow_cases(reason="a group of another size; found by the two others too")
+@pytest.mark.parametrize(
+    "group, zeros", [pytest.param(32, False, marks=pytest.mark.slow), (128, False), (32, True)]
+)
 def test_matrices_stay_4_bits_and_mean_the_same(root, group, zeros):
     _, meant, (model, params) = small(root, group, zeros)
     block = model.spec.blocks[0]

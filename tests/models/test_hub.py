@@ -240,6 +240,10 @@ def test_a_disk_that_fills_up_is_named(fake, monkeypatch):
         fetch("org/tiny")
 
 
+@pytest.mark.slow(
+    reason="a variable that is read when a module is imported; found by the tests of tokens, "
+    "endpoints and revisions there, in one process, too"
+)
 def test_the_library_s_variables_hold_in_a_command(fake, tmp_path):
     """HF_ENDPOINT, HF_HOME and HF_TOKEN are read when Python starts; a plan wants config.json."""
     command = [sys.executable, "-m", "jaxattn.serve", "--model", "org/tiny", "--plan", "--json"]

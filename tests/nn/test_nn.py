@@ -1,5 +1,6 @@
 """The modules compute what DeepSeek-V3 and Qwen3-Next define, trained, prefilled or decoding."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -194,7 +195,11 @@ def test_mla_decodes_ragged_rows_from_an_fp8_cache():
 # --- gated delta net
 
 
-def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad():
+@pytest.mark.slow_cases(
+    reason="a head that reads the padding; found by kernels/mla/decode, which poisons it, too"
+)
+@pytest.mark.parametrize("numbers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad(numbers):
     """Decode reads queries in eights of heads; what lies behind the heads is NaN here."""
     module = MultiHeadLatentAttention(
         64, 3, qk_nope_head_dim=64, v_head_dim=64, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
@@ -214,10 +219,14 @@ def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad():
     (queries,) = jax.eval_shape(lambda: module._latent_queries(q, rotation, 5))
     assert queries.shape == (1, 1, 8, 576)
     with mock.patch.object(mla, "mla_decode", side_effect=mla.mla_decode) as op:
-        found, *_ = module.decode(x, cache, **given, implementation="mosaic_gpu_interpret")
+        decode = functools.partial(
+            module.decode, x, cache, **given, implementation="mosaic_gpu_interpret"
+        )
+        found, *_ = decode() if numbers else jax.eval_shape(decode)
     [call] = op.call_args_list
     assert call.args[0].shape == (1, 1, 8, 576)
-    np.testing.assert_allclose(found, wanted, rtol=3e-2, atol=3e-2)
+    if numbers:
+        np.testing.assert_allclose(found, wanted, rtol=3e-2, atol=3e-2)
 
 
 def naive_gdn(module: GatedDeltaNet, x: np.ndarray) -> np.ndarray:

@@ -105,7 +105,7 @@ def check_with_gradients(op, shared, own):
 
 
 @pytest.mark.slow_cases(
-    reason="an operand that is not made to vary; found by shared operands of decode and prefill too"
+    reason="an operand that is not made to vary; found by shared operands of decode too"
 )
 @pytest.mark.parametrize(
     "shared, call",
@@ -114,7 +114,7 @@ def check_with_gradients(op, shared, own):
         slow("nothing", "gqa_prefill"),
         slow("nothing", "gqa_attention"),
         ("cache and sinks", "gqa_decode"),
-        ("cache and sinks", "gqa_prefill"),
+        slow("cache and sinks", "gqa_prefill"),
         slow("cache and sinks", "gqa_attention"),
     ],
 )
@@ -227,7 +227,8 @@ RULES = {
 
 
 @pytest.mark.slow_cases(
-    reason="an operand that is not made to vary; found by packed sequences of the recurrence too"
+    reason="an operand that is not made to vary; found by sequences and shared operands "
+    "of the chunked rule too"
 )
 @pytest.mark.parametrize(
     "rule, given",
@@ -236,7 +237,7 @@ RULES = {
         slow("chunk", "packed"),
         ("chunk", "shared"),
         slow("recurrent", "sequences"),
-        ("recurrent", "packed"),
+        slow("recurrent", "packed"),
         slow("recurrent", "shared"),
     ],
 )

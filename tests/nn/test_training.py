@@ -132,8 +132,10 @@ DIVIDED = {
 }
 
 
-@pytest.mark.slow_cases(reason="heads of another device; found by columns of MLPs and experts too")
-@pytest.mark.parametrize("name", [slow("GroupedQueryAttention"), "GatedMLP", "MixtureOfExperts"])
+@pytest.mark.slow_cases(reason="heads of another device; found by columns of experts too")
+@pytest.mark.parametrize(
+    "name", [slow("GroupedQueryAttention"), slow("GatedMLP"), "MixtureOfExperts"]
+)
 @on_virtual_devices
 def test_fsdp_and_tensor_devices_have_the_gradients_of_one(name):
     make, make_part, division = DIVIDED[name]

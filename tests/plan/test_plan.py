@@ -63,6 +63,10 @@ def mla_scratch(heads):
     return mla.scratch(batch=128, q_len=1, num_heads=heads, max_pages=SERVING.pages_per_row)
 
 
+@pytest.mark.slow(
+    reason="experts or scratch of another number of GPUs; found by the table of DeepSeek-R1 and by "
+    "the cuts of parallel/test_loading too"
+)
 @pytest.mark.usefixtures("untraced_bounds")
 def test_r1_on_8_and_16_gpus_leaves_this_cache():
     plans = {
@@ -307,10 +311,11 @@ def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, ro
         assert temp_bound(traced, params, larger, batch, donated=1).temp == bound
 
 
-@pytest.mark.slow_cases(reason="a copy of weights in float32; found by bfloat16 too")
-@pytest.mark.parametrize(
-    "dtype, size", [("bfloat16", 2), pytest.param("float32", 4, marks=pytest.mark.slow)]
+@pytest.mark.slow(
+    reason="a copy of experts' weights; found by the temp of the hybrid, which is below its bound, "
+    "too"
 )
+@pytest.mark.parametrize("dtype, size", [("bfloat16", 2), ("float32", 4)])
 def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     """The experts' weights are most of it: XLA copies a layer's out of the stack."""
     config = model_resolver.shipped_config("DeepSeek-V2-Lite") | {
@@ -431,6 +436,10 @@ def test_without_pages_the_cache_gets_what_the_rest_leaves():
     assert 0 <= made.reserve < 10 * 64 * 80 * 2
 
 
+@pytest.mark.slow(
+    reason="advice whose temp does not fit; found by the share that is advised, which holds a row, "
+    "and by temp that is below its bound, too"
+)
 def test_what_would_help_the_decoder_helps_with_its_temp_too():
     model = Hybrid(SMALLEST)  # one layer, as each batch that is tried is traced
     device = device_for(3, model)

@@ -1,4 +1,4 @@
-"""The option parser of a bench that has a command of its own, and options that several have."""
+"""The option parser of a bench with its own command, and options that several benches share."""
 
 import argparse
 
@@ -8,13 +8,14 @@ from jaxattn.kernels.hopper.device import require_hopper
 
 
 def command_parser(program: str, what: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `program what`, whose help begins with the description."""
+    """Returns the parser of `program what`, whose help begins with the description."""
     return argparse.ArgumentParser(
         prog=f"{program} {what}", description=description, formatter_class=ProseHelpFormatter
     )
 
 
 def add_implementation(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `check_implementation` reads."""
     parser.add_argument(
         "--implementation",
         choices=("mosaic_gpu", "xla"),
@@ -23,7 +24,7 @@ def add_implementation(parser: argparse.ArgumentParser) -> None:
 
 
 def check_implementation(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends with a message where the device does not run the kernels that are asked for."""
+    """Exits with a message if the device cannot run the requested kernels."""
     if args.implementation == "mosaic_gpu":
         try:
             require_hopper("--implementation mosaic_gpu", interpret=False)

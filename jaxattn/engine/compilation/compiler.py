@@ -1,8 +1,8 @@
-"""Compiles the steps of an engine, once for all engines of a process that have the same.
+"""Compilation of an engine's steps, once for all engines of a process that have the same steps.
 
-Two engines of one model share their executables while either lives, however many threads build
-them, so that nothing is compiled twice. Executables hold no arrays. Where JAX's compilation cache
-is on, they are kept for the next process too (executable_cache.py).
+Two engines of one model share their executables while either is alive, even if several threads
+create them. Executables hold no arrays. If JAX's compilation cache is on, the next process reuses
+them too (executable_cache.py).
 """
 
 import concurrent.futures
@@ -40,8 +40,8 @@ class CompiledSteps:
     """Compiled steps, as a mapping from name to executable.
 
     Attributes:
-        limits: that they were compiled for; None where nobody shares them.
-        allocate: what allocates state and rows for them, once an engine has started.
+        limits: The limits for which the steps were compiled; None if no engine shares them.
+        allocate: A function that allocates state and rows for them, once an engine has started.
     """
 
     allocate: Callable[[], Any] | None = None
@@ -52,8 +52,8 @@ class CompiledSteps:
         self.executables, self.limits = dict(executables), limits
 
     def shared(self, model: Model, limits: Limits, params: Any) -> dict[str, jax.stages.Compiled]:
-        """Those that limits which differ in `num_pages` alone have too: their arguments, and so
-        their programs, have the same shapes."""
+        """Returns the executables that limits with another `num_pages` can reuse, because their
+        arguments have the same shapes."""
         if self.limits is None:
             return {}
 
@@ -80,17 +80,17 @@ def get_or_compile_steps(
     wanted: Sequence[EngineStep] | None = None,
     earlier: CompiledSteps | None = None,
 ) -> CompiledSteps:
-    """Every step, compiled, or those of an engine alive that has the same.
+    """Returns every step, compiled, or shares the steps of a living engine that has the same.
 
     Args:
-        params: the packed parameters, or their shapes.
-        devices: that run them.
-        on_compile: called with each name and None before it is compiled, and with the seconds
-            that it took after that (0 if it was there already). With several workers from their
-            threads.
-        workers: how many are compiled at a time.
-        wanted: the steps to compile, beside those that are there; None is all.
-        earlier: steps of limits that differ in `num_pages` alone, of which some are the same.
+        params: The packed parameters, or their shapes.
+        devices: The devices that run the steps.
+        on_compile: A function that is called before each compilation with the name and None, and
+            after it with the seconds that it took (0 if the executable existed). With several
+            workers it is called from their threads.
+        workers: The number of executables that are compiled at a time.
+        wanted: The steps to compile, in addition to existing ones; None means all.
+        earlier: Steps of limits that differ only in `num_pages`, some of which can be reused.
     """
     avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
@@ -127,7 +127,7 @@ def get_or_compile_steps(
             found |= _compile(
                 missing, model, limits, params, devices, implementation, on_compile, workers, kept
             )
-        # No engine looks at steps of which some are missing.
+        # An engine never uses an incomplete set of steps.
         steps.executables = {str(step): found[str(step)] for step in every if str(step) in found}
         PROCESS_STATE.steps[key] = steps
     return steps
@@ -144,7 +144,7 @@ def _compile(
     workers: int,
     kept: ExecutableCache | None,
 ) -> dict[str, jax.stages.Compiled]:
-    # As shapes: no executable may keep an array.
+    # Use shapes, because no executable may hold an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
     own = next(each for each in devices if each.process_index == jax.process_index())
@@ -170,7 +170,7 @@ def _compile(
         with jax.default_device(own):
             return kept.compiled(str(step), text) if kept else text.compile()
 
-    # Processes of one engine tune programs together, and would wait for each other's.
+    # Processes of one engine tune programs together, and would wait for each other here.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     longest_first = sorted(steps, key=_model_tokens, reverse=True)
     return _in_turn(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
@@ -185,14 +185,14 @@ def _in_turn(
     workers: int,
     kernels_for: jax.Device | None = None,
 ) -> dict[str, jax.stages.Compiled]:
-    """Steps by their names: kept ones are loaded, the others are lowered in turn and then compiled.
+    """Returns steps by name: loads stored ones, and lowers and compiles the others.
 
-    Lowering is Python, which one thread runs at a time. Two at once would both reach XLA late.
-    A lowered step's kernels are compiled beside each other, then the step.
-    `on_compile` gets a step's own seconds, without those for which the step waits.
+    Lowering is Python code, which one thread runs at a time; two at once would both reach XLA late.
+    The kernels of a lowered step compile in parallel, then the step. `on_compile` gets the step's
+    own seconds, without the time that it waits for other steps.
 
     Args:
-        kernels_for: the device that runs kernels; None where there are none.
+        kernels_for: The device that runs the kernels; None if there are no kernels.
     """
     told = on_compile or (lambda name, seconds: None)
 
@@ -233,19 +233,19 @@ def _in_turn(
 
 
 def _model_tokens(step: EngineStep) -> int:
-    """Tokens that the model takes in a step. XLA takes longest for those of most tokens."""
+    """Returns the tokens of a model step; XLA takes longest for steps with the most tokens."""
     entry = step.decode if isinstance(step, FusedDecodeStep) else step
     return entry.size if isinstance(entry, ModelStep) else 0
 
 
 def _placed(shapes: Any, device: jax.Device) -> Any:
-    """Shapes that lie on a device, so that what every step gives is bound to it alike."""
+    """Returns shapes that are placed on a device, so that the results of all steps are too."""
     where = jax.sharding.SingleDeviceSharding(device)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
 def _kept(device: jax.Device, decides: tuple[Any, ...]) -> ExecutableCache | None:
-    """Where the steps of one device are kept, if JAX's cache is on and they can be told apart."""
+    """Returns the cache for one device's steps, if JAX's cache is on and `decides` has a text."""
     folder = folder_of_cache()
     if folder is None:
         return None

@@ -1,17 +1,17 @@
-"""Executables that are kept for the next process, which then traces, lowers and compiles nothing.
+"""A cache of executables on disk, with which the next process traces and compiles nothing.
 
-JAX's own cache keeps what XLA makes of a program. To write the program down takes longer: a Mosaic
-kernel is lowered in Python, ten of them in 16 seconds. So whole steps are kept beside JAX's files,
-each under a hash of everything that decides it:
+JAX's own cache holds XLA's results, but lowering takes longer than XLA: Mosaic lowers kernels in
+Python, ten of them in 16 seconds. So this cache holds whole steps next to JAX's files, each under a
+hash of everything that decides the step:
 
     the source of this package    every file of it
     what is installed             Python, JAX, its plugins and NVIDIA's packages, by their versions
     the machine                   its device and driver; for a CPU the processor too
-    settings                      of JAX, and what XLA, JAX and Mosaic read of the environment
+    settings                      of JAX, and the environment variables of XLA, JAX and Mosaic
     the step                      its name, model, limits, implementation, shapes of parameters
 
-A model with an attribute that this file cannot write down, or with a class of another package, is
-not kept.
+The cache does not store a model that has an attribute without a stable text, or a class of another
+package.
 """
 
 import contextlib
@@ -38,27 +38,28 @@ from jaxattn.core.package_path import PACKAGE
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 SUFFIX, UNFINISHED = ".step", ".part"
-KEPT_SECONDS = 30 * 86_400  # a file that nothing has used for so long is deleted
+KEPT_SECONDS = 30 * 86_400  # a file that no process has used for so long is deleted
 INSTALLED = ("jax", "nvidia")
 ENVIRONMENT = ("XLA_", "JAX_", "MOSAIC_", "PALLAS_", "TF_")
 PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 class UnstableReprError(TypeError):
-    """A value that cannot be written down so that equal texts mean equal values."""
+    """A value has no text that is equal only for equal values."""
 
 
 class ExecutableCache:
-    """Executables of one set of steps, in a folder.
+    """The executables of one set of steps, in a folder.
 
-    Whoever can write to the folder can run code in this process: files of other users are not read.
+    Whoever can write to the folder can run code in this process, so `load` ignores files that
+    belong to other users, except root.
 
     Args:
-        device: that runs them.
-        decides: what decides the executables, beside their names and the machine.
+        device: The device that runs the executables.
+        decides: The values that decide the executables, in addition to their names and the machine.
 
     Raises:
-        UnstableReprError: something of `decides` cannot be written down.
+        UnstableReprError: A value of `decides` has no stable text.
     """
 
     def __init__(self, folder: Path, device: jax.Device, decides: Sequence[object]):
@@ -66,7 +67,7 @@ class ExecutableCache:
         self._facts = "\n".join((*facts_of_machine(device), *map(stable_repr, decides)))
 
     def load(self, name: str) -> jax.stages.Compiled | None:
-        """The executable of this name; None where there is none, or none that is whole."""
+        """Returns the executable of this name, or None if there is no intact file for it."""
         file = self._file(name)
         try:
             owner, data = file.stat().st_uid, file.read_bytes()
@@ -82,19 +83,19 @@ class ExecutableCache:
             loaded = serialize_executable.deserialize_and_load(
                 serialized, in_tree, out_tree, self._device.client, [self._device]
             )
-        except jax.errors.JaxRuntimeError:  # the driver does not take it any more
+        except jax.errors.JaxRuntimeError:  # the driver no longer accepts it
             return None
-        if sizes_of(loaded) != sizes:  # the plan would not be that of the first start
+        if sizes_of(loaded) != sizes:  # the plan would differ from that of the first start
             return None
-        with contextlib.suppress(OSError):  # of root, or on a disk that cannot be written to
+        with contextlib.suppress(OSError):  # the file may belong to root or be on a read-only disk
             os.utime(file)
         return loaded
 
     def compiled(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles a step and keeps it.
+        """Compiles a step and stores it.
 
-        XLA for the CPU leaves out functions of an executable that JAX's cache gave, so such a one
-        is not kept: JAX's cache gives it again.
+        On a CPU, XLA omits functions when it serializes an executable that came from JAX's cache,
+        so such an executable is not stored; JAX's cache returns it again.
         """
         before = PROCESS_STATE.cache_hits()
         executable = lowered.compile()
@@ -103,7 +104,7 @@ class ExecutableCache:
         return executable
 
     def store(self, name: str, executable: jax.stages.Compiled) -> None:
-        """Keeps an executable, if its kind can be kept and the folder be written to."""
+        """Stores an executable, if it can be serialized and the folder is writable."""
         try:
             serialized, in_tree, out_tree = serialize_executable.serialize(executable)
         except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
@@ -118,7 +119,7 @@ class ExecutableCache:
             return  # the next start compiles again
 
     def _write(self, to: Path, data: bytes) -> None:
-        """Another process reads all of the file, or none."""
+        """Writes a file atomically, so that another process reads all of it or nothing."""
         with tempfile.NamedTemporaryFile(dir=self._folder, suffix=UNFINISHED, delete=False) as file:
             try:
                 file.write(data)
@@ -134,7 +135,7 @@ class ExecutableCache:
 
     def _delete_old(self) -> None:
         least = time.time() - KEPT_SECONDS
-        # A process that was killed while it wrote leaves its file.
+        # A process that is killed while it writes leaves its temporary file.
         for file in (*self._folder.glob(f"*{SUFFIX}"), *self._folder.glob(f"*{UNFINISHED}")):
             if file.stat().st_mtime < least:
                 file.unlink(missing_ok=True)
@@ -144,21 +145,21 @@ def disable_compilation_cache() -> None:
     """Turns JAX's cache off in this process, which is one of several of an engine.
 
     XLA's processes tune a program together: each times a part of its products, and waits up to 24
-    hours for what the others have found. One that has the executable already tunes nothing. And
-    JAX lets process 0 alone keep executables.
+    hours for the results of the others. A process that has the executable in its cache would not
+    take part. And JAX lets only process 0 store executables.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
 
 
 def folder_of_cache() -> Path | None:
-    """Where steps are kept: beside what JAX keeps, if it keeps anything."""
+    """Returns the folder of stored steps in JAX's cache folder; None if that cache is off."""
     given = jax.config.jax_compilation_cache_dir
     return Path(given) / "steps" if given and jax.config.jax_enable_compilation_cache else None
 
 
 def sizes_of(executable: jax.stages.Compiled) -> tuple[int, ...]:
-    """What XLA says of its memory, in bytes."""
+    """Returns XLA's figures of the executable's memory, in bytes."""
     found: Any = executable.memory_analysis()
     names = ("argument", "output", "alias", "temp", "generated_code")
     return tuple(getattr(found, f"{name}_size_in_bytes", 0) for name in names)
@@ -167,7 +168,7 @@ def sizes_of(executable: jax.stages.Compiled) -> tuple[int, ...]:
 def facts_of_machine(
     device: jax.Device, environment: Mapping[str, str] = os.environ
 ) -> Iterable[str]:
-    """What decides every executable here."""
+    """Yields the facts that decide every executable in this process."""
     yield f"source {source_hash()}"
     yield f"python {sys.version}"
     yield from installed()
@@ -180,13 +181,13 @@ def facts_of_machine(
         f"{name}={value}" for name, value in environment.items() if name.startswith(ENVIRONMENT)
     )
     yield from sorted(f"{name}={value!r}" for name, value in jax.config.values.items())
-    # These may differ in this thread from the values above.
+    # These settings may differ in this thread from the values above.
     yield f"{jax.config.jax_enable_x64} {jax.config.jax_default_matmul_precision}"
 
 
 @functools.cache
 def installed() -> tuple[str, ...]:
-    """JAX's and NVIDIA's packages with their versions, which parsing every package's file tells."""
+    """Returns JAX's and NVIDIA's packages with their versions, from the packages' metadata."""
     found = importlib.metadata.distributions()
     names = (
         f"{each.name} {each.version}" for each in found if (each.name or "").startswith(INSTALLED)
@@ -195,7 +196,7 @@ def installed() -> tuple[str, ...]:
 
 
 def source_hash(folder: Path = PACKAGE) -> str:
-    """A hash of the package's source."""
+    """Returns a hash of the package's source."""
     hashed = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         data = file.read_bytes()
@@ -204,7 +205,7 @@ def source_hash(folder: Path = PACKAGE) -> str:
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:
-    """What the processor is and can do, as Linux tells it; elsewhere its name."""
+    """Returns the processor's model and features on Linux; elsewhere its name."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -214,10 +215,10 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def stable_repr(value: object) -> str:
-    """A value as a text that no other value has.
+    """Returns a text of the value that differs from those of all other values.
 
     Raises:
-        UnstableReprError: it holds something whose text may leave a part of it out.
+        UnstableReprError: The value contains something whose text may omit a part of it.
     """
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
@@ -237,7 +238,7 @@ def stable_repr(value: object) -> str:
 
 
 def _name(kind: type) -> str:
-    """A class of this package, whose source is among what decides an executable."""
+    """Returns the name of a class of this package, whose source is part of the hash."""
     if kind.__module__.partition(".")[0] != PACKAGE.name:
         raise UnstableReprError(f"{kind.__module__}.{kind.__qualname__} is of another package")
     return f"{kind.__module__}.{kind.__qualname__}"

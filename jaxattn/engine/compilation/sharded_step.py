@@ -1,8 +1,8 @@
 """Steps on the engine's devices: on one, or as one program over a group.
 
-The model's steps run inside `jax.shard_map`, each device with its share of weights, pages and
-states. Rows and what the host sends are whole on every device. Logits stay divided by tokens, and
-by rows between data groups: XLA divides the sampling after them, and sends sums and maxima.
+The model's steps run inside `jax.shard_map`, each device with its shard of weights, pages and
+states. Rows and inputs from the host are replicated. Logits stay sharded by vocabulary, and by rows
+between data groups. XLA partitions the sampling accordingly, and communicates sums and maxima.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ REPLICATED = PartitionSpec()
 
 
 def group_of(model: Model, devices: tuple[jax.Device, ...]) -> DeviceGroup | None:
-    """The group that runs the model; None of one device."""
+    """Returns the group that runs the model; None for a single device."""
     return DeviceGroup(model.parallel, devices) if len(devices) > 1 else None
 
 
 def replicated_sharding(group: DeviceGroup | None) -> Sharding | None:
-    """Of what is whole on every device; None is JAX's default device."""
+    """Returns the sharding of replicated arrays; None means JAX's default device."""
     return None if group is None else group.sharding(REPLICATED)
 
 
@@ -45,17 +45,17 @@ def logits_spec(model: Model) -> PartitionSpec:
 
 
 def hidden_spec(model: Model) -> PartitionSpec:
-    """Of what a prefill step gives for the head: a data group's, on each device of the group."""
+    """Returns the spec of a prefill step's hidden states: sharded by data group."""
     return PartitionSpec(model.parallel.axes("data") or None)
 
 
 def _read_spec(step: HiddenStep, model: Model) -> PartitionSpec:
-    """Of what a step reads of tokens."""
+    """Returns the spec of the hidden states that a step reads."""
     return REPLICATED if isinstance(step, ScoreStep) else hidden_spec(model)
 
 
 def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
-    """What comes with a call of a step, on the devices."""
+    """Puts the inputs of a step's call on the devices."""
     if group is None:
         return jax.device_put(given)
     if isinstance(step, SampleStep | BitmaskStep):
@@ -70,10 +70,11 @@ def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceG
 def allocator_over(
     model: Model, limits: Limits, group: DeviceGroup
 ) -> Callable[[], tuple[DecodeState, DeviceBatch]]:
-    """Allocates the state of an engine, each device's share on it, and rows of which none has come
-    yet, whole on every device. It compiles at once, and nothing when it is called.
+    """Returns a function that allocates an engine's sharded state, and empty, replicated rows. It
+    compiles now, so that calls compile nothing.
 
-    The state is there on all devices: one may write to another as soon as a step begins.
+    The function waits for the state on all devices, because one device may write to another as soon
+    as a step begins.
     """
     state_of = group.maker(partial(new_state, model, limits), model.state_specs())
     rows_of = group.maker(partial(new_rows, limits), REPLICATED)
@@ -90,10 +91,10 @@ def allocator_over(
 def arguments(
     step: EngineStep, model: Model, limits: Limits, params: Any, group: DeviceGroup | None
 ) -> tuple[Any, ...]:
-    """What a step is called with, as shapes; over a group, with where it lies.
+    """Returns the shapes of a step's arguments; over a group, with their shardings.
 
     Args:
-        params: the packed parameters of one device, as shapes.
+        params: The shapes of one device's packed parameters.
     """
     shapes = step.arguments(model, limits, params)
     if group is None:
@@ -105,7 +106,7 @@ def arguments(
         return group.shapes(shapes, (weights, (state, whole), whole))
     if isinstance(step, StateCopyStep):
         return group.shapes(shapes, (model.state_specs(), REPLICATED))
-    if isinstance(step, HiddenStep):  # whose tokens are counted of all data groups together
+    if isinstance(step, HiddenStep):  # its tokens count over all data groups
         hidden, weights, wanted = shapes
         [weights] = group.shapes((weights,), (_specs(model)[0],))
         where = group.sharding(_read_spec(step, model))
@@ -131,11 +132,11 @@ def jitted_step(
     group: DeviceGroup | None = None,
     lowered: DecodeStepExporter | None = None,
 ) -> Any:
-    """The step's function, jitted as the engine compiles it.
+    """Returns the step's function, jitted as the engine compiles it.
 
     Args:
-        tree: the structure of the packed parameters.
-        lowered: lowers decode steps once for all executables that hold them.
+        tree: The structure of the packed parameters.
+        lowered: The exporter that lowers a decode step once for all executables that contain it.
     """
     call = lowered(entry) if lowered and (entry := decode_of(step)) else None
     if isinstance(step, ModelStep):
@@ -143,7 +144,7 @@ def jitted_step(
         out = group and group.shardings(_results(step, model))
         return jit_step(call, backend=backend, out_shardings=out)
     if isinstance(step, FusedDecodeStep):
-        if group is None and not call:  # some do more than decode and sample
+        if group is None and not call:  # such as steps that do more than decode and sample
             chosen = implementation_of(step.decode, implementation)
             function = step.function(model, limits, tree)
             return jit_step(function, implementation=chosen, backend=backend)
@@ -159,7 +160,7 @@ def jitted_step(
     if group is not None and isinstance(step, BitmaskStep):
         out = group.sharding(logits_spec(model))
     elif group is not None and isinstance(step, HiddenStep):
-        # Each device has logits of its own tokens; XLA divides what comes after them.
+        # Each device computes its own columns of the logits; XLA partitions what comes after them.
         whole, columns = _specs(model)[0], PartitionSpec(None, *logits_spec(model)[1:])
         function = step.with_head(group.step(head_of(model, tree), (whole, REPLICATED), columns))
         out = group.shardings((_read_spec(step, model), REPLICATED))
@@ -167,7 +168,7 @@ def jitted_step(
         states = model.state_specs()
         function, out = group.step(function, (states, REPLICATED), states), group.shardings(states)
     elif group is not None and not isinstance(step, SampleStep):
-        # As on one device, each for itself: XLA's partitioner does not update all rows in place.
+        # Each device runs the step by itself, because XLA's partitioner updates some rows by copy.
         function = group.step(function, (REPLICATED, REPLICATED), REPLICATED)
     return jax.jit(
         function,
@@ -185,7 +186,7 @@ def model_step(
     implementation: Implementation | None,
     group: DeviceGroup | None,
 ) -> Callable:
-    """A step of the model as a function, over the group where there is one."""
+    """Returns a step of the model as a function, over the group if there is one."""
     chosen = implementation_of(entry, implementation)
     of_one = partial(entry.function(model, limits, tree), implementation=chosen)
     if group is None:
@@ -196,19 +197,20 @@ def model_step(
 def implementation_of(
     entry: ModelStep, implementation: Implementation | None
 ) -> Implementation | None:
-    """What runs a step. What is named is for decoding: prefill's kernels refuse other models.
+    """Returns the implementation of a step. The requested one applies to decode.
 
-    Unless XLA is named, prefill takes the best there is.
+    Prefill uses the best implementation unless the request is XLA, because the prefill kernels do
+    not support every model.
     """
     return implementation if entry.kind == "decode" or implementation == "xla" else None
 
 
 def _results(entry: ModelStep, model: Model) -> tuple[Any, ...]:
-    """Of what a step of the model gives."""
+    """Returns the specs of a model step's results."""
     both = logits_spec(model), model.state_specs()
     return (*both, hidden_spec(model)) if entry.kind == "prefill" else both
 
 
 def _specs(model: Model) -> tuple[Any, Any, Any]:
-    """Of weights, state and batch of the model's steps."""
+    """Returns the specs of the weights, the state and the batch of the model's steps."""
     return tuple(jax.tree.leaves(model.packed_specs())), model.state_specs(), REPLICATED

@@ -1,11 +1,11 @@
 """Export of a decode step, traced and lowered once for all executables that contain it.
 
-To lower a kernel is work of Python, one thread at a time, and takes longer than all else of a start
-without kept executables. Decode alone, each round and rounds of several steps run the same decode
-step. So it is lowered once, and the others call what was lowered (`jax.export`).
+Lowering a kernel is Python code, which one thread runs at a time, and takes longer than the rest of
+a start without stored executables. Decode, fused rounds and rounds of several steps run the same
+decode step. So it is lowered once, and the executables call the exported function (`jax.export`).
 
-A model whose step calls what `jax.export` does not take, such as a callback or another package's
-kernel, is lowered anew for each of them.
+If `jax.export` does not support an op of the model, such as a callback or another package's kernel,
+each executable lowers the step by itself.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from jax import export
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
 from jaxattn.engine.steps.step_interface import EngineStep
 
-# Calls that are compiled where they were lowered, by the same JAX.
+# Custom calls that the same JAX version lowers and compiles, so that no check is needed.
 _OURS = [export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu", "mosaic_gpu_v2")]
 _PLATFORMS: Mapping[str, str] = {"gpu": "cuda"}
 
 
 def decode_of(step: EngineStep) -> ModelStep | None:
-    """The decode step that an executable holds, from the rows on the device; None of others."""
+    """Returns the decode step, from the rows on the device, inside an executable; or None."""
     if isinstance(step, SpeculativeDecodeStep):
         return None
     found = step.decode if isinstance(step, FusedDecodeStep) else step
@@ -36,8 +36,8 @@ def decode_of(step: EngineStep) -> ModelStep | None:
 
 @contextlib.contextmanager
 def _of_this_version() -> Iterator[None]:
-    """Within it `jax.export` writes kernels as JAX lowers them, not for older versions of JAX. So a
-    kernel that other steps launch too is the same there."""
+    """Makes `jax.export` write kernels as this version of JAX lowers them, not for older versions.
+    So the kernels are equal to those of other steps."""
     before = jax.config.jax_export_ignore_forward_compatibility
     jax.config.update("jax_export_ignore_forward_compatibility", True)
     try:
@@ -47,11 +47,11 @@ def _of_this_version() -> Iterator[None]:
 
 
 class DecodeStepExporter:
-    """The decode steps of one model on its devices. Any thread may ask for them.
+    """The exported decode steps of one model on its devices. It is thread-safe.
 
     Args:
-        step_of: gives the function of a decode step and its arguments as shapes. Over a group of
-            devices the shapes have shardings.
+        step_of: A function that returns the function of a decode step and the shapes of its
+            arguments. Over a group of devices the shapes have shardings.
         backend: "cpu" or "gpu".
     """
 
@@ -63,7 +63,7 @@ class DecodeStepExporter:
         self._calls: dict[ModelStep, Callable[..., Any] | None] = {}
 
     def __call__(self, entry: ModelStep) -> Callable[..., Any] | None:
-        """(weights, state, batch) -> (logits, state); None where it cannot be exported."""
+        """Returns (weights, state, batch) -> (logits, state), or None if the export fails."""
         with self._lock:
             if entry not in self._calls:
                 self._calls[entry] = self._export(entry)
@@ -77,5 +77,5 @@ class DecodeStepExporter:
         try:
             with _of_this_version():
                 return exporting(*arguments).call
-        except (ValueError, NotImplementedError):  # what is wrong with the step itself comes again
+        except (ValueError, NotImplementedError):  # an error of the step itself will recur
             return None

@@ -1,16 +1,16 @@
 """The driver of an engine over several processes, and the workers that send the same steps.
 
-Every process makes the same engine over the devices of all of them, after
-`jax.distributed.initialize`, and warms it up. Then the leader takes requests, and sends what each
-step is given to the others before it sends the step itself. A process that follows has no
-scheduler: it runs the leader's steps in the leader's order, and reads no token.
+After `jax.distributed.initialize`, every process creates the same engine over the devices of all
+processes, and warms it up. Then the leader takes requests. Before it sends a step to its devices,
+it sends the step's inputs to the other processes. A follower has no scheduler: it runs the leader's
+steps in the leader's order, and reads no token.
 
     leader    crew = ProcessGroup.leading("0.0.0.0:9876", processes=2)
               engine.lead(crew)
     others    crew = ProcessGroup.following("host-0:9876", 1)
               engine.follow(crew)
 
-`follow` returns when the leader closes its engine. process_group.py says how all of them end.
+`follow` returns when the leader closes its engine. process_group.py explains how all of them end.
 """
 
 import functools
@@ -42,7 +42,7 @@ from jaxattn.engine.steps.step_catalog import prefill_step
 
 
 class DriverRunner(ModelRunner):
-    """A runner that sends what its steps are given to the other processes first."""
+    """A runner that first sends the inputs of its steps to the other processes."""
 
     crew: ProcessGroup
 
@@ -142,10 +142,10 @@ class DriverRunner(ModelRunner):
 
 
 def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
-    """Sends the leader's steps, until it closes its engine.
+    """Sends the leader's steps to this process's devices, until the leader closes its engine.
 
     Raises:
-        HostError: the leader is gone.
+        HostError: The leader is gone.
     """
     logits: Any = None
     [link] = crew.links
@@ -184,7 +184,7 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
 
 
 def _array(link: TransportLink, due: int) -> np.ndarray:
-    """What the leader sends beside a step: masks before it is sampled, or the tokens to score."""
+    """Receives an array that belongs to a step: masks before it samples, or the tokens to score."""
     kind, array, _ = link.receive()
     if kind != due or array is None:
         raise HostError(f"{link.name} sends a message {kind} where a message {due} is due")

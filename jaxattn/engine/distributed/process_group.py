@@ -1,19 +1,19 @@
-"""The processes of one engine on several hosts: who they are, and how all of them end together.
+"""The processes of one engine on several hosts, which start together and end together.
 
     crew = ProcessGroup.leading("0.0.0.0:1235", processes=2)
     crew = ProcessGroup.following("host-0:1235", rank=1)        in the others
     crew.agree({"jaxattn": "0.9", "checkpoint": "5f3c..."})     before anything is loaded
     with crew.together():
-        ...                        what one raises here, all are told
+        ...                        an error in here ends all processes with its message
 
-A group shares its fate: a step that one process does not run, no other finishes. Each process has a
-thread that tells the others every second that it is alive, and that ends its process
+The processes depend on each other: no process can finish a step that another one does not run. So
+each process has a thread that reports to the others every second. The thread ends its process
 
-- as soon as another is gone, or has failed: with what that one said;
-- when another has said nothing for `SILENT` seconds: it is stopped, or its host is gone;
-- where it leads, when a step has not ended for `stuck` seconds: JAX waits for one without end.
+- as soon as another is gone or has failed, with the other's message;
+- if another has sent nothing for `SILENT` seconds, because it is stopped or its host is gone;
+- in the leader, if a step has not ended for `stuck` seconds, because JAX would wait forever.
 
-Threads do this, so that a process ends also while it waits in a library.
+Because this is a thread, a process also ends while it waits in a library.
 """
 
 import contextlib
@@ -41,19 +41,19 @@ from jaxattn.engine.distributed.transport import (
 
 SILENT = 20.0  # seconds
 STUCK = 20.0  # seconds
-SAYS = 1.0  # seconds that a last word to one of the others may take
-PRINTS = 5.0  # seconds for the line that says why; on a busy machine its thread waits its turn
+SAYS = 1.0  # seconds to wait for sending the last message to another process
+PRINTS = 5.0  # seconds for printing the reason; on a busy machine its thread waits its turn
 CODE = 70  # EX_SOFTWARE
 
 
 def end_process(message: str) -> NoReturn:
-    """Ends this process with one line, whatever its other threads wait for.
+    """Prints one line and ends this process, whatever its other threads wait for.
 
-    A thread says it: whoever reads the line may be gone, or read no more.
+    A thread prints the line, because the reader of the stream may be gone or no longer read.
     """
 
     def say() -> None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no stream
             print(f"error: {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
@@ -70,10 +70,10 @@ class ProcessGroup:
     """One process's links to the others.
 
     Args:
-        rank: of this process; 0 leads.
-        links: the leader's to all others, or the one to the leader.
-        silent, stuck: seconds, see above.
-        end: ends the process with a message.
+        rank: The rank of this process; 0 leads.
+        links: The leader's links to all others, or a follower's link to the leader.
+        silent, stuck: Timeouts in seconds, see the module docstring.
+        end: A function that ends the process with a message.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ProcessGroup:
         self.rank, self.links = rank, list(links)
         self._silent, self._stuck, self._end = silent, stuck, end
         self._closed = threading.Event()
-        # When the last step was begun, and what it gives; None while it is not sent yet.
+        # The time when the last step began, and its result; None before it is sent.
         self._last: tuple[float, Any] | None = None
         self._begun, self._sent = 0, 0  # steps
         for link in self.links:
@@ -100,10 +100,10 @@ class ProcessGroup:
     def leading(
         cls, address: str, processes: int, *, timeout: float = 300.0, **options: Any
     ) -> "ProcessGroup":
-        """Process 0's group, as soon as all others are there; arguments of `listen_for_workers`.
+        """Returns process 0's group once all others have connected; see `listen_for_workers`.
 
         Raises:
-            HostError: some have not come.
+            HostError: Some processes have not connected.
         """
         return cls(0, listen_for_workers(address, processes, timeout=timeout), **options)
 
@@ -111,10 +111,10 @@ class ProcessGroup:
     def following(
         cls, address: str, rank: int, *, timeout: float = 300.0, **options: Any
     ) -> "ProcessGroup":
-        """The crew of another process.
+        """Returns the group of a process other than 0.
 
         Raises:
-            HostError: there is no leader at the address.
+            HostError: There is no leader at the address.
         """
         return cls(rank, [connect_to_driver(address, timeout=timeout)], **options)
 
@@ -123,10 +123,11 @@ class ProcessGroup:
         return self.rank == 0
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Compares what has to be the same in all processes.
+        """Checks values that must be the same in all processes.
 
         Raises:
-            HostError: a process has another value; it names both, and all processes are told.
+            HostError: A process has another value. The message, which ends all processes, names
+                both values.
         """
         if not self.leads:
             [link] = self.links
@@ -150,9 +151,9 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Ends all processes with what is raised inside.
+        """Ends all processes with an error that is raised inside.
 
-        This one too: left to itself, JAX's runtime would wait minutes for the others to be done.
+        It also ends this process, because JAX's runtime would wait minutes for the others.
         """
         try:
             yield
@@ -165,7 +166,7 @@ class ProcessGroup:
         """Tells all others that the group ends."""
         self._closed.set()
         for link in self.links:
-            with contextlib.suppress(HostError):  # who is gone needs no word
+            with contextlib.suppress(HostError):  # that process is already gone
                 link.offer(FAILED, message, wait=SAYS)
 
     @property
@@ -173,21 +174,21 @@ class ProcessGroup:
         return self._closed.is_set()
 
     def begin(self) -> None:
-        """Notes that a step is begun: to send it may take until the one before it has ended."""
+        """Records that a step begins. Sending it may take until the step before it has ended."""
         self._begun += 1
         self._last = (time.monotonic(), None)
 
     def sent(self, result: jax.Array | None = None) -> None:
-        """Notes that the step was sent to the devices, and what it will give if that is read."""
+        """Records that the step was sent to the devices, with its result if the host reads that."""
         self._sent += 1
         self._last = None if result is None else (time.monotonic(), result)
 
     def close(self) -> None:
-        """Ends the watch and the links; the leader's tells the others that they are done."""
+        """Ends the watch and the links; the leader also tells the others that they are done."""
         self._closed.set()
         for link in self.links:
             if self.leads:
-                with contextlib.suppress(HostError):  # who is gone needs no word
+                with contextlib.suppress(HostError):  # that process is already gone
                     link.send(END)
             link.close()
 
@@ -207,17 +208,17 @@ class ProcessGroup:
                 except HostError as error:
                     self.end_all(str(error))
                     return
-            # The leader judges: it knows how far each of the others is.
+            # Only the leader judges, because it knows how far each of the others is.
             if self.leads and (message := self._not_ended()):
                 self.end_all(message)
                 return
 
     def _not_ended(self) -> str | None:
-        """What to say of a step that does not end; None if there is none."""
+        """Returns a message about a step that does not end, or None if there is none."""
         if self._last is None:
             return None
         when, result = self._last
-        done: Any = result  # `is_ready` is not among the types that jax tells
+        done: Any = result  # jax's type stubs lack `is_ready`
         took = time.monotonic() - when
         if took < self._stuck:
             return None
@@ -238,7 +239,7 @@ class ProcessGroup:
             self.end_all(str(error))
 
     def end_all(self, message: str) -> None:
-        """Ends all processes with a message, this one too; the first of several says it."""
+        """Ends all processes, including this one, with a message. Later calls have no effect."""
         if not self._closed.is_set():
             self.fail(message)
             self._end(f"the group of processes ends: {message}")

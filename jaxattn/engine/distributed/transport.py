@@ -1,10 +1,11 @@
-"""Connections between the processes of one engine: messages of numbers, and who is gone.
+"""Connections between the processes of one engine: messages of numbers, and lost connections.
 
-    links = lead("0.0.0.0:9876", processes=2)       in the process that leads
-    link = follow("host-0:9876")                    in each of the others
+    links = listen_for_workers("0.0.0.0:9876", processes=2)    in the leader
+    link = connect_to_driver("host-0:9876")                    in each of the others
 
-A message is 9 int32 numbers and an array of int32; a text goes as the numbers of its bytes. It is
-read as numbers and nothing else. Once a link listens, a thread reads what comes in.
+A message is 9 int32 numbers and an array of int32. A text is sent as the values of its bytes. The
+receiver only reads numbers, so a message cannot run code. Once a link listens, a thread reads the
+incoming messages.
 """
 
 import contextlib
@@ -18,20 +19,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of steps, and of the processes themselves.
+# Kinds of messages: of steps, and of the processes themselves.
 UPDATE, COPY, PREFILL, WANTED, REMEMBER, FIRST, DECODE, MASKS, FORGET, END = range(10)
 FACTS, AGREED, FAILED, ALIVE = range(10, 14)
 HEAD = 9
 MAGIC = 0x6A786174
-MOST_NUMBERS = 2**28  # of an array
+MOST_NUMBERS = 2**28  # per array
 
 
 class HostError(RuntimeError):
-    """Another process of the engine is gone, or is not of this engine."""
+    """Another process is gone, or does not belong to this engine."""
 
 
 class TransportMessage(NamedTuple):
-    """What came: its kind, its array if it has one, the numbers at the end of its head."""
+    """A received message: its kind, its array or None, and the last numbers of its head."""
 
     kind: int
     array: np.ndarray | None
@@ -46,9 +47,10 @@ class TransportLink:
     """A connection between the leader and another process.
 
     Attributes:
-        name: of the other process, for people.
-        heard: when something came last, by `time.monotonic`.
-        taken: how many steps the other process has sent to its devices, as it last said.
+        name: The name of the other process, for messages.
+        heard: The time of the last received message, by `time.monotonic`.
+        taken: The number of steps that the other process has sent to its devices, as it last
+            reported.
     """
 
     def __init__(self, connection: socket.socket, name: str):
@@ -64,7 +66,7 @@ class TransportLink:
         """Sends a message.
 
         Raises:
-            HostError: the other process is gone.
+            HostError: The other process is gone.
         """
         with self._sending:
             self._send(_packed(kind, array, numbers))
@@ -73,21 +75,21 @@ class TransportLink:
         """Sends a text as a message.
 
         Raises:
-            HostError: the other process is gone.
+            HostError: The other process is gone.
         """
         self.send(kind, _numbers_of(text))
 
     def offer(self, kind: int, text: str | None = None, *numbers: int, wait: float = 0.0) -> bool:
-        """Sends a short message if the connection takes it, and says whether it did.
+        """Sends a short message if the connection accepts it. Returns whether it did.
 
-        A process that is stopped takes none once its buffers are full: `send` then waits for ever,
-        and with it whoever sends next.
+        A stopped process accepts no message once its buffers are full. Then `send` waits forever,
+        and so does every later sender.
 
         Args:
-            wait: seconds for a message that is being sent.
+            wait: The seconds to wait while another message is being sent.
 
         Raises:
-            HostError: the other process is gone.
+            HostError: The other process is gone.
         """
         if not self._sending.acquire(timeout=wait):
             return False
@@ -108,10 +110,11 @@ class TransportLink:
             raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
 
     def receive(self) -> TransportMessage:
-        """The next message that is no ALIVE.
+        """Returns the next message that is not ALIVE.
 
         Raises:
-            HostError: the other process is gone, sends something else, or failed: what it said.
+            HostError: The other process is gone, sends something else, or failed. In the last case
+                the error has its message.
         """
         while True:
             found = self._read_message() if self._came is None else self._came.get()
@@ -123,11 +126,11 @@ class TransportLink:
                 return found
 
     def listen(self, on_end: Callable[[HostError | None], None]) -> None:
-        """Reads in a thread from here on.
+        """Starts a thread that reads incoming messages from now on.
 
         Args:
-            on_end: called from the thread when the other process fails or is gone, with what to say
-                of it, or with None when it has sent END.
+            on_end: A function that the thread calls when the other process fails or is gone, with
+                an error that describes it, or with None when the process has sent END.
         """
         came = self._came = queue.SimpleQueue()
 
@@ -158,9 +161,9 @@ class TransportLink:
         self._reader.start()
 
     def close(self) -> None:
-        """Sends no more. What was sent arrives, and a thread that reads does so to the end."""
+        """Stops sending. Sent messages still arrive, and a reading thread reads to the end."""
         self._closing = True
-        with contextlib.suppress(OSError):  # the other was first
+        with contextlib.suppress(OSError):  # the other process closed it first
             self._connection.shutdown(socket.SHUT_WR)
         if self._reader is None or not self._reader.is_alive():
             self._connection.close()
@@ -191,7 +194,7 @@ class TransportLink:
 
 
 def _packed(kind: int, array: np.ndarray | None, numbers: Sequence[int]) -> bytes:
-    """A message as it is sent."""
+    """Returns the bytes of a message."""
     shape = () if array is None else array.shape
     head = np.zeros(HEAD, np.int32)
     head[: 3 + len(shape)] = MAGIC, kind, len(shape), *shape
@@ -207,14 +210,14 @@ def _numbers_of(text: str) -> np.ndarray:
 def listen_for_workers(
     address: str, processes: int, *, timeout: float = 300.0
 ) -> list[TransportLink]:
-    """The leader's links to the others, as soon as all are there.
+    """Returns the leader's links to the others, once all have connected.
 
     Args:
-        address: "HOST:PORT" to listen at.
-        processes: of the engine, this one included.
+        address: The "HOST:PORT" to listen at.
+        processes: The number of processes of the engine, including this one.
 
     Raises:
-        HostError: some have not come in `timeout` seconds; how many is said.
+        HostError: Some have not connected in `timeout` seconds; the message has the number.
     """
     host, port = host_and_port(address)
     links: list[TransportLink] = []
@@ -235,10 +238,10 @@ def listen_for_workers(
 
 
 def connect_to_driver(address: str, *, timeout: float = 300.0) -> TransportLink:
-    """The link to the leader at "HOST:PORT", which may still be starting.
+    """Returns the link to the leader at "HOST:PORT", which may still be starting.
 
     Raises:
-        HostError: there is none in `timeout` seconds.
+        HostError: No leader accepts the connection in `timeout` seconds.
     """
     end = time.monotonic() + timeout
     while True:
@@ -255,10 +258,10 @@ def connect_to_driver(address: str, *, timeout: float = 300.0) -> TransportLink:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of "HOST:PORT".
+    """Returns the parts of "HOST:PORT".
 
     Raises:
-        ValueError: it is written in another way.
+        ValueError: The address has another form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

@@ -1,4 +1,4 @@
-"""The device's side of an engine: what its steps run on, and sending them without waiting."""
+"""The device side of an engine: the buffers of its steps, and calls that do not wait for them."""
 
 import dataclasses
 import functools
@@ -30,15 +30,15 @@ from jaxattn.parallel import DeviceGroup
 
 @dataclasses.dataclass(eq=False)
 class ModelRunner:
-    """Sends steps. All of them run in the order in which they are sent.
+    """Sends steps to the device, which runs them in the order in which they are sent.
 
     Attributes:
-        executables: name -> compiled step.
-        weights: the leaves of the packed parameters.
-        state: arena and caches, donated to each of the model's steps.
-        rows: of the device, donated to each step that changes them.
-        group: of devices that run the steps; None is JAX's default device.
-        failed: the device ended a step with an error: what is in the buffers is unknown.
+        executables: A mapping from names to compiled steps.
+        weights: The leaves of the packed parameters.
+        state: The arena and the caches, donated to each step of the model.
+        rows: The rows on the device, donated to each step that changes them.
+        group: The devices that run the steps; None means JAX's default device.
+        failed: Whether a step ended with an error, so that the buffers' contents are unknown.
     """
 
     limits: Limits
@@ -58,15 +58,15 @@ class ModelRunner:
 
     @property
     def lost(self) -> bool:
-        """Whether the buffers have to be allocated again.
+        """Whether the buffers must be allocated again.
 
-        An interrupt between a step's call and its return leaves donated ones behind.
+        An interrupt between a step's call and its return leaves donated buffers behind.
         """
         leaves = jax.tree.leaves((self.state, self.rows))
         return self.failed or any(leaf.is_deleted() for leaf in leaves)
 
     def update(self, packed: np.ndarray) -> None:
-        """Rows that come, and pages: of `BatchUpdate.drain`."""
+        """Sends new rows and pages, as packed by `BatchUpdate.drain`."""
         with self.seal.allowed():
             self.rows = self._step(BatchUpdateStep())(self.rows, packed)
 
@@ -84,15 +84,15 @@ class ModelRunner:
         wanted: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """Reads chunks of prompts, of `PromptLayout.pack`, and decodes the rows beside them.
+        """Reads chunks of prompts, as packed by `PromptLayout.pack`, and decodes the other rows.
 
         Args:
-            wanted: of `wanted_tokens`, whose log-probabilities are told.
-            pooled: of `wanted_ranges`, whose sums are told.
+            wanted: The tokens to score, from `wanted_tokens`.
+            pooled: The ranges of tokens to sum, from `wanted_ranges`.
 
         Returns:
-            (the logits behind the chunks, what `ScoreStep` tells of each of `wanted` and then
-            `PoolingStep` of each of `pooled`).
+            (the logits after the chunks, the results of `ScoreStep` for each of `wanted` and then
+            of `PoolingStep` for each of `pooled`).
         """
         told = []
         with self.seal.allowed():
@@ -112,7 +112,7 @@ class ModelRunner:
     def _scored(
         self, tokens: int, hidden: jax.Array, wanted: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
-        """(`hidden`, what is told of tokens behind a prefill step of so many)."""
+        """Returns (`hidden`, the scores) for a prefill step of `tokens` tokens."""
         gather, step = GatherStep.of(self.limits, tokens), ScoreStep.of(self.limits)
         hidden, read = self._step(gather)(hidden, self.weights, wanted)
         if ScoreControls.filters(wanted):
@@ -122,10 +122,10 @@ class ModelRunner:
         return hidden, told
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
-        """Writes tokens into the histories of their rows, without reading them.
+        """Writes tokens into the histories of their rows, without running the model.
 
         Args:
-            tokens: of the prefill step whose layout `packed` has.
+            tokens: The size of the prefill step whose layout `packed` has.
         """
         with self.seal.allowed():
             step = self._step(HistoryAppendStep(tokens))
@@ -137,8 +137,8 @@ class ModelRunner:
         """Samples the rows of a prefill step.
 
         Args:
-            places: -1 for the logits of other rows.
-            words: `fill_bitmask` of these rows, if one has a grammar.
+            places: The row of each line of logits; -1 for lines that are not sampled.
+            words: The result of `fill_bitmask` for these rows, if one has a grammar.
         """
         with self.seal.allowed():
             return self._sample(self._masked(logits, words), places, level)
@@ -151,13 +151,14 @@ class ModelRunner:
         steps: int = 1,
         drafts: bool = True,
     ) -> jax.Array:
-        """Decodes the rows at `places`, and samples them. What comes back is on its way.
+        """Decodes and samples the rows at `places`. The result's copy to the host has started.
 
         Args:
-            words: makes the bitmasks of so many lines, while the device decodes.
-            steps: decode steps, one after another: 1, or `limits.round_steps` at a level that
-                such a round has.
-            drafts: with drafts, where rows speculate.
+            words: A function that returns the bitmasks of a number of lines. It runs while the
+                device decodes.
+            steps: The number of consecutive decode steps: 1, or `limits.round_steps` with a
+                sampling mode that fused steps support.
+            drafts: Whether to use drafts, in an engine that speculates.
         """
         if words is None and (step := self._round_of(len(places), level, steps, drafts)):
             return self._round(places, step)
@@ -173,15 +174,15 @@ class ModelRunner:
             return self._sample(self._masked(logits, found), on_device, level)
 
     def forget(self) -> None:
-        """Lets go of what it holds beside state and rows."""
+        """Drops the references to arrays other than the state and the rows."""
         self._places = self._placed = None
 
     def check(self) -> None:
-        """Compares the buffers with those that were sealed."""
+        """Compares the buffers with the sealed ones."""
         self.seal.check((self.state, self.rows))
 
     def delete(self) -> None:
-        """Gives the memory of state and rows back."""
+        """Frees the memory of the state and the rows."""
         self.forget()
         for leaf in jax.tree.leaves((self.state, self.rows)):
             if not leaf.is_deleted():
@@ -190,7 +191,7 @@ class ModelRunner:
     def _round_of(
         self, rows: int, level: SamplingMode, steps: int, drafts: bool
     ) -> FusedDecodeStep | None:
-        """The step that decodes and samples so many rows; None where those are two."""
+        """The step that decodes and samples `rows` rows; None if that takes two steps."""
         key = rows, level, steps, drafts
         if key not in self._rounds:
             bucket = sampled_rows(self.limits, rows)
@@ -218,7 +219,7 @@ class ModelRunner:
         return found
 
     def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
-        """The places with padding; they stay on the device until rows come or go."""
+        """Returns the padded places, which stay on the device until the rows change."""
         known = self._placed
         if places is not known and (known is None or not np.array_equal(places, known)):
             padded = np.full(bucket, -1, np.int32)
@@ -230,7 +231,7 @@ class ModelRunner:
         return self._places
 
     def _step(self, step: Any) -> Any:
-        """The executable of a step; to make a name takes longer than to look one up."""
+        """The executable of a step. Caching its name is faster than building it each time."""
         name = self._names.get(step)
         if name is None:
             name = self._names[step] = str(step)
@@ -239,10 +240,10 @@ class ModelRunner:
 
 
 def in_turn(executable: Callable[..., Any], *arguments: Any) -> Any:
-    """What a step over several devices gives. No other thread sends one before all have this one.
+    """Calls a step over several devices while no other thread can send one.
 
-    Virtual devices of a CPU wait for one another for ever where several steps are under way: there
-    a step ends before the next is sent.
+    Virtual devices of a CPU deadlock if several steps run at once, so on a CPU the step ends before
+    the next one is sent.
     """
     with PROCESS_STATE.sending:
         result = executable(*arguments)

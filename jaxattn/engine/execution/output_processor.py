@@ -1,4 +1,4 @@
-"""Events from tokens that the device returned, and the end of rows that finish with them."""
+"""Conversion of the tokens from the device to events, and the end of rows that finish."""
 
 import dataclasses
 import functools
@@ -26,21 +26,21 @@ from jaxattn.engine.steps.token_selection import FinishCode
 
 NOT_FINITE = "the model's logits held NaN or infinity"
 Detokenize = Callable[[Sequence[int]], str]
-# Makes one of (request, token, logprobs, version) in C; TokenEvent(...) would run Python.
+# Makes a TokenEvent of (request, token, logprobs, version) in C; TokenEvent(...) runs Python code.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
 
 
 class OutputProcessor:
-    """Takes what steps told, and makes events of it.
+    """Converts the results of steps to events.
 
     Args:
-        detokenize: tokens to text, for requests with stop strings.
+        detokenize: A function from tokens to text, for requests with stop strings.
 
     Attributes:
-        events: that nobody has seen yet.
-        clocks: of each request that is not done, by its id.
-        stats: what it counts in.
-        weights_version: of the weights that gave what it takes.
+        events: The events that no caller has received yet.
+        clocks: The times of each unfinished request, by its id.
+        stats: The statistics to which the processor adds.
+        weights_version: The version of the weights that give the current results.
     """
 
     def __init__(self, scheduler: Scheduler, detokenize: Detokenize | None):
@@ -53,29 +53,29 @@ class OutputProcessor:
     def take_plain(
         self, requests: Sequence[Request], texts: Sequence[list[int]], tokens: np.ndarray
     ) -> int:
-        """Takes the tokens of steps in which no row ends, and which the host only hands on.
+        """Processes the tokens of steps in which no row ends and the host only passes tokens on.
 
         Args:
-            texts: what each row has generated.
-            tokens: int32 [N, b], of N steps.
+            texts: The generated tokens of each row, which the method extends.
+            tokens: int32 [N, b], the tokens of N steps.
 
         Returns:
-            How many there are.
+            The number of tokens.
         """
         for text, own in zip(texts, tokens.T.tolist(), strict=True):
             text.extend(own)
-        # By loops in C: 256 rows have 2,048 tokens in a call.
+        # Loops in C, because a call for 256 rows has 2,048 tokens.
         same = itertools.repeat(None), itertools.repeat(self.weights_version)
         of_steps = zip(itertools.cycle(requests), tokens.ravel().tolist(), *same)
         self.events.extend(map(_TOKEN_EVENT, of_steps))
         return tokens.size
 
     def take(self, rows: Sequence[RunningRequest | None], lines: np.ndarray) -> int:
-        """The tokens of a step, a line for each row: int32 [b, n] of `advance`.
+        """Processes the tokens of a step, a line for each row: int32 [b, n] from `advance`.
 
         Returns:
-            How many rows it told of. One that had ended is none of them, nor one that decodes
-            again what it said before.
+            The number of rows that got a token. Rows that have ended do not count, nor do rows
+            that replay tokens after a preemption.
         """
         now, taken, announce = time.perf_counter(), 0, self.events.append
         tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(FinishCode.IDLE)
@@ -98,7 +98,7 @@ class OutputProcessor:
         return taken
 
     def take_scores(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
-        """Log-probabilities of rows' next prompt tokens; all of a prompt's are announced."""
+        """Adds log-probabilities of prompt tokens; once a prompt is complete, adds its event."""
         for row, lines in found:
             if row.ended:
                 continue
@@ -110,7 +110,7 @@ class OutputProcessor:
                 self.events.append(PromptEvent(row.request, told, self.weights_version))
 
     def take_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
-        """Sums of hidden states of rows' next prompt tokens."""
+        """Adds the sums of hidden states of prompt tokens to their rows."""
         for row, sum_ in found:
             if row.ended:
                 continue
@@ -121,14 +121,14 @@ class OutputProcessor:
     def _accept(
         self, row: RunningRequest, token: int, end: int, chances: Logprobs | None, now: float
     ) -> None:
-        """A row's next token; it may be the last."""
+        """Adds a row's next token, which may end the row."""
         if end == FinishCode.NOT_FINITE:
             detail = NOT_FINITE
             if row.request.grammar is not None:
                 detail += ", or its grammar allowed no token"
             self.end(row, FinishReason.NOT_FINITE, detail)
             return
-        if not row.request.max_tokens:  # what was sampled behind the prompt is no part of it
+        if not row.request.max_tokens:  # the sampled token is not part of the completion
             self.end(row, FinishReason.LENGTH, "max_tokens")
             return
         if end == FinishCode.STOP or (row.late_stops and token in row.request.stops):
@@ -153,10 +153,11 @@ class OutputProcessor:
             self.end(row, FinishReason.LENGTH, "max_model_len" if cut else "max_tokens")
 
     def _stop_string(self, row: RunningRequest) -> str | None:
-        """The stop string that the last token completed."""
+        """Returns the stop string that the last token completed, or None."""
         if self.detokenize is None:
             return None
-        # Of one byte each, so many tokens hold the longest of them; others give no text at all.
+        # Even with one byte per token this many hold the longest stop string; 16 more leave room
+        # for tokens without text.
         longest = max(len(text.encode()) for text in row.request.stop_strings)
         text = self.detokenize(row.tokens[-longest - 16 :])
         return next((stop for stop in row.request.stop_strings if stop in text), None)
@@ -164,14 +165,14 @@ class OutputProcessor:
     def end(
         self, row: RunningRequest, reason: FinishReason, detail: str | int | None = None
     ) -> None:
-        """Frees a row; its request is done."""
+        """Frees a row and finishes its request."""
         if row.request.may_stop and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.scheduler.answers.ended(len(row.tokens))
         self.scheduler.release(row)
         self.finish(row.request, reason, detail, row)
 
     def end_rows(self, reason: FinishReason, detail: str | None = None) -> None:
-        """Ends every row with what it generated."""
+        """Ends every row with the tokens that it has generated."""
         for row in self.scheduler.drop_rows():
             if row.request.id in self.clocks:
                 self.finish(row.request, reason, detail, row)
@@ -183,7 +184,7 @@ class OutputProcessor:
         detail: str | int | None = None,
         of: RunningRequest | WaitingRequest | None = None,
     ) -> None:
-        """A request is done, with what a row of it, or its place in the queue, has generated."""
+        """Finishes a request, with the results so far of its row or of its place in the queue."""
         assert request.id is not None
         clock = self.clocks.pop(request.id)
         first, seconds = clock.read(time.perf_counter())
@@ -206,6 +207,6 @@ class OutputProcessor:
         self.events.append(FinishEvent(done))
 
     def clear(self) -> None:
-        """Forgets events and requests."""
+        """Drops all events and requests."""
         self.events.clear()
         self.clocks.clear()

@@ -1,17 +1,18 @@
-"""One round after another: steps are sent before the ones before them are read.
+"""The overlapped loop of rounds: it sends steps before it reads the results of earlier ones.
 
-    deltas    rows that came, pages that they need
-    prefill   pieces of prompts, and a token of each row that has read its own: the first of those
-              that end with it, the next of the others
-    decode    where no prompt is left to be read: a token of each row; several where steps are short
-              and nobody waits for fewer (`Limits.steps_per_round`)
-    read      what the round before told, and first tokens of this one
+    deltas    sends new rows, and the pages that rows need
+    prefill   reads pieces of prompts, and gives a token to each row that has read its prompt: the
+              first one if the prompt ends in this step, else the next one
+    decode    if no prompt is left to read, gives a token to each row; several if steps are short
+              and no request needs the host after each (`Limits.steps_per_round`)
+    read      processes the results of the round before, and the first tokens of this one
 
-Where rows must not depend on others (`Limits.mixes`) a round has both steps: prompts, then rows.
+If rows must not depend on each other (`Limits.mixes` is False), prompts and rows use separate steps
+of the same round.
 
-So the device has its next steps while the host looks at tokens. What a row's tokens decide (stop
-tokens, the limit) the device sees by itself. Stop strings reach it one step late, aborts up to two
-rounds, and what those told of the row is dropped.
+So the device has its next steps while the host processes tokens. The device itself ends rows at
+stop tokens and at their length limit. A stop string reaches the device one step late, and an abort
+up to two rounds late; the host drops the row's tokens of these steps.
 """
 
 import functools
@@ -43,23 +44,23 @@ from jaxattn.engine.steps.score_step import ScoreStep
 from jaxattn.engine.steps.step_catalog import prefill_step
 from jaxattn.engine.steps.step_interface import sampled_rows
 
-# Rounds that are sent and not read while the host waits for a token. With two the device has a
-# whole step to run when a token arrives, so waking up costs it nothing. A row whose end only the
-# host can see (a stop string) wastes a token for each, so beside such a row there is one. One of
-# several steps is long enough alone.
+# Rounds that are sent but not read while the host waits for a token. With two, the device has a
+# whole step to run when a token arrives, so the host's wake-up costs no device time. A row whose
+# end only the host can see (a stop string) wastes one token per round in flight, so with such a row
+# the loop keeps one. A round of several steps is long enough by itself.
 ROUNDS_AHEAD = 2
 
 
 class OverlapLoop:
-    """Rounds over a scheduler's rows.
+    """Runs rounds over the rows of a scheduler.
 
     Args:
-        endings: takes tokens, and ends rows.
-        runner: sends the steps.
+        endings: The processor that receives tokens and ends rows.
+        runner: The runner that sends the steps.
 
     Attributes:
-        stats: what it counts in.
-        switch: whether steps ask the model's draft head, where there is one.
+        stats: The statistics to which the loop adds.
+        switch: The switch that turns the model's draft head on and off.
     """
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, endings: OutputProcessor):
@@ -67,7 +68,7 @@ class OverlapLoop:
         self._flights: deque[list[InFlightStep]] = deque()
         self._round = 0
         self._running: DecodeBatchPlan | None = None
-        self._steady = 0  # steps that the rows which decode can still go on for as they are
+        self._steady = 0  # steps that the decoding rows can run before anything changes
         self.switch = DraftSwitch()
         self._reader = StepOutputReader(scheduler, endings, self.switch)
 
@@ -103,24 +104,24 @@ class OverlapLoop:
             self._read_round()
         self._read_first_tokens()
         if not self.scheduler.rows:
-            self.drain()  # what is left tells of nobody
+            self.drain()  # the results that are left belong to no row
 
     @property
     def _ahead(self) -> int:
-        """How many rounds may stay unread: one while prompts are read, since those steps are long,
-        and a request that comes waits for all that is sent."""
+        """How many rounds may stay unread. It is one while the engine reads prompts, because these
+        steps are long, and a new request waits for all that are in flight."""
         running = self._running
         if self._flights and any(step.prompt_tokens for step in self._flights[-1]):
             return 1
         return ROUNDS_AHEAD if running is None or (running.plain and running.most == 1) else 1
 
     def drain(self) -> None:
-        """Reads all that is in flight."""
+        """Reads all steps in flight."""
         while self._flights:
             self._read_round()
 
     def finish(self) -> None:
-        """Reads all that is in flight; the state is lost where the device ends it with an error."""
+        """Reads all steps in flight; an error of the device marks the runner's state as lost."""
         try:
             self.drain()
         except jax.errors.JaxRuntimeError:
@@ -128,20 +129,20 @@ class OverlapLoop:
             raise
 
     def drop(self) -> None:
-        """Forgets what is in flight."""
+        """Drops all steps in flight."""
         self._flights.clear()
         self._running = None
         self.runner.forget()
 
     def _settle(self) -> None:
-        """Leaves no array on the device beside state and rows, so that they can be counted."""
+        """Leaves only the state and the rows on the device, so that arrays can be counted."""
         self.drain()
         self.runner.forget()
 
     # --- sending
 
     def _send_steps(self) -> None:
-        """The steps of a round."""
+        """Sends the steps of a round."""
         if not self.scheduler.reads:
             self._decode(*self._next_running())
         elif not self.scheduler.limits.mixes:
@@ -149,15 +150,15 @@ class OverlapLoop:
             self._decode(*self._next_running())
         else:
             running, _ = self._next_running()
-            if not self._read_prompts(running):  # they lost their pages
+            if not self._read_prompts(running):  # the rows that read were preempted
                 self._decode(running, 1)
             elif not self.scheduler.reads:
-                # The device has it to do while the host looks at first tokens.
+                # The device runs this step while the host processes first tokens.
                 self._decode(*self._next_running())
 
     def _read_prompts(self, running: DecodeBatchPlan | None) -> bool:
-        """Sends a step that reads pieces of prompts, beside rows that decode; False if there are
-        none to read."""
+        """Sends a step that reads pieces of prompts and decodes the running rows. Returns False if
+        there are no prompts to read."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         rows = scheduler.next_prompts(limits.prompt_rows * limits.groups)
         self._round += 1
@@ -168,14 +169,14 @@ class OverlapLoop:
         places = np.full(limits.batch, -1, np.int32)
         decoding: list[RunningRequest | None] = [None] * limits.batch
         taken = self._place_running(running, places, decoding)
-        self._send_copies()  # states of prefixes, to the rows that begin with them
+        self._send_copies()  # cached prefix states, to the rows that begin with them
         sources = np.full(limits.batch, -1, np.int32)
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
         scores = PromptScores(layout, ScoreStep.of(limits), scheduler.vocab_size)
         for row, tokens in self._shared_out(rows, pieces):
             group = int(scheduler.group_of(row.index))
-            if row.read_last < 0 and self._has_history(row):  # what it does not read of its prompt
+            if row.read_last < 0 and self._has_history(row):  # its cached tokens
                 self._remember(row, row.prompt[: row.cached_tokens], 0)
             chunk = self._next_chunk(row, tokens)
             scores.add(row, group, chunks[group], chunk)
@@ -194,7 +195,7 @@ class OverlapLoop:
         )
         if any(chunk.place >= 0 for group in chunks for chunk in group):
             self.runner.remember(entry.tokens, packed)
-        self._send_copies()  # those behind what was read now, to their checkpoints
+        self._send_copies()  # states after the tokens read now, to their checkpoint slots
         if (places >= 0).any():
             told = self._first_tokens(told, places, decoding, ended)
         read = sum(map(sum, pieces))
@@ -218,13 +219,13 @@ class OverlapLoop:
         decoding: Sequence[RunningRequest | None],
         ended: Sequence[RunningRequest | None],
     ) -> jax.Array:
-        """Samples the rows of a step with prompts: those that decode and those that begin to."""
+        """Samples the decoding rows of a step with prompts, and those that finish their prompt."""
         rows = [one or other for one, other in zip(decoding, ended, strict=True)]
         level = max(row.level for row in rows if row is not None)
         words = None
         if any(row is not None and row.request.grammar for row in rows):
             if any(row is not None and row.request.grammar for row in decoding):
-                self.drain()  # their tokens in flight
+                self.drain()  # a grammar needs the row's tokens in flight
                 self._flights.append([])
             words = fill_bitmask(rows, len(rows), self.scheduler.vocab_size)
         return self.runner.first(logits, places, level, words)
@@ -232,7 +233,7 @@ class OverlapLoop:
     def _pieces(
         self, rows: Sequence[RunningRequest], running: DecodeBatchPlan | None
     ) -> tuple[int, list[list[int]]]:
-        """(tokens of the step that reads of these rows next, those of each row by data group)."""
+        """Returns (the next prefill step's size, the tokens of each row by data group)."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         waiting: list[list[int]] = [[] for _ in range(limits.groups)]
         for row in rows:
@@ -244,7 +245,7 @@ class OverlapLoop:
     def _shared_out(
         self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]
     ) -> list[tuple[RunningRequest, int]]:
-        """The rows that are read of, with the tokens of each."""
+        """Returns the rows from which the step reads, with the number of tokens of each."""
         left = [iter(group) for group in pieces]
         found = ((row, next(left[int(self.scheduler.group_of(row.index))], 0)) for row in rows)
         return [(row, tokens) for row, tokens in found if tokens]
@@ -255,8 +256,8 @@ class OverlapLoop:
         places: np.ndarray,
         decoding: list[RunningRequest | None],
     ) -> list[int]:
-        """Gives the rows that decode their lines of logits, the first ones of their data group;
-        how many those are."""
+        """Gives the decoding rows the first lines of logits of their data group. Returns the
+        number of these lines per group."""
         scheduler, limits = self.scheduler, self.scheduler.limits
         taken = [0] * limits.groups
         if running is not None:
@@ -268,13 +269,13 @@ class OverlapLoop:
         return taken
 
     def _has_history(self, row: RunningRequest) -> bool:
-        """Whether penalties count the row's tokens, or drafts are looked up among them."""
+        """Whether penalties count the row's tokens, or prompt lookup searches them."""
         limits = self.scheduler.limits
         looked_up = limits.speculate and not limits.uses_draft_head
         return bool(row.request.penalized or looked_up)
 
     def _remember(self, row: RunningRequest, tokens: Sequence[int], begin: int) -> None:
-        """Writes tokens into a row's history that no prompt's step does, from a place on."""
+        """Writes tokens that no prefill step reads into a row's history, from position `begin`."""
         limits = self.scheduler.limits
         size = limits.prefill_sizes[-1]
         layout, pages = PromptLayout.of(limits, size), self.scheduler.block_tables[row.index]
@@ -306,7 +307,7 @@ class OverlapLoop:
         if drafts and limits.uses_draft_head:
             drafts = self.switch.choose(sampled_rows(limits, len(running.lines)))
             moved = moved if drafts else np.minimum(moved, 1)
-        if steps > 1:  # a row gets no more than it may generate
+        if steps > 1:  # a row gets no more tokens than it may generate
             moved = np.minimum(moved * steps, self.scheduler.left)
         self.scheduler.sent(moved)
         told = self.runner.decode(running.lines, running.level, words, steps, drafts)
@@ -314,8 +315,8 @@ class OverlapLoop:
         self._flights[-1].append(InFlightStep(told, running.rows, running, steps))
 
     def _next_running(self) -> tuple[DecodeBatchPlan | None, int]:
-        """(the rows to decode, how many steps), with the pages of their next tokens; None if there
-        are no rows."""
+        """Returns (the rows to decode, the number of steps), with pages for their next tokens.
+        The rows are None if none decodes."""
         scheduler, known = self.scheduler, self._running
         if known and known.changes == scheduler.changes:
             steps = self._steps(known)
@@ -333,7 +334,7 @@ class OverlapLoop:
         ):
             known = self._running = self._found(places)
         steps = self._steps(known)
-        # A call of several steps takes as long as a few of one: for the last tokens it is too much.
+        # A call of several steps always runs them all, which is too long for the last few tokens.
         if steps > 1 and (
             4 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
         ):
@@ -342,8 +343,8 @@ class OverlapLoop:
         return known, steps
 
     def _steps(self, running: DecodeBatchPlan) -> int:
-        """The steps of the next call. A row that ends within it leaves its place empty until it is
-        over: where requests wait for places, such a call has one step."""
+        """The number of steps of the next call. A row that ends within a call leaves its place
+        empty until the call is over, so if requests wait for places, such a call has one step."""
         scheduler = self.scheduler
         if scheduler.reads:
             return 1
@@ -379,13 +380,13 @@ class OverlapLoop:
         )
 
     def _masks_after_all(self, rows: Sequence[RunningRequest | None], lines: int) -> np.ndarray:
-        """The masks of rows behind all tokens so far: what is in flight is read first."""
+        """Returns the masks after all tokens so far, for which it reads the steps in flight."""
         self.drain()
         self._flights.append([])
         return fill_bitmask(rows, lines, self.scheduler.vocab_size)
 
     def _lines(self, places: np.ndarray) -> np.ndarray:
-        """The rows as the lines of a step, those of each data group together; -1 is padding."""
+        """Returns the rows as the lines of a step, grouped by data group; -1 is padding."""
         limits = self.scheduler.limits
         if limits.groups == 1:
             return places
@@ -396,8 +397,8 @@ class OverlapLoop:
         return lines
 
     def _grown(self) -> np.ndarray:
-        """The rows to decode, with the pages of their next token. Where the pool is empty, what
-        is in flight is read first: rows may have ended, and the one that goes loses no token.
+        """Returns the rows to decode, with pages for their next token. If the pool is empty, it
+        first reads the steps in flight, since rows may have ended; so preemption loses no token.
         """
         places = self.scheduler.next_decode()
         while not self.scheduler.grow(places):
@@ -427,8 +428,8 @@ class OverlapLoop:
             self._reader.read(flight)
 
     def _read_first_tokens(self) -> None:
-        """Reads each step that gave first tokens as soon as another was sent behind it, which keeps
-        the device busy meanwhile.
+        """Reads each step that gave first tokens as soon as a later step is in flight, so that the
+        device stays busy.
         """
         gave = [n for n, sent in enumerate(self._flights) if any(map(_gives_first, sent))]
         if gave and gave[-1] < len(self._flights) - 1:
@@ -442,5 +443,5 @@ class OverlapLoop:
 
 
 def _gives_first(step: InFlightStep) -> bool:
-    """Whether rows get their first tokens from it."""
+    """Whether rows get their first tokens from this step."""
     return any(row is not None for row in step.ended)

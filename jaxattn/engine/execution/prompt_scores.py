@@ -1,4 +1,4 @@
-"""Tokens of prompts that a prefill step scores or pools: whose they are, and what was told."""
+"""The prompt tokens that a prefill step scores or pools, with their rows and results."""
 
 import dataclasses
 import functools
@@ -20,17 +20,17 @@ type _Places = tuple[RunningRequest, Int[np.ndarray, "n 2"]]
 
 @dataclasses.dataclass(eq=False)
 class PromptScores:
-    """What a prefill step scores and pools.
+    """The tokens that a prefill step scores and pools.
 
     Attributes:
-        layout: of the step.
-        score: that scores them.
-        vocab_size: of the model.
-        rows: whose tokens are scored, in the order of `wanted`, and where these are: of each the
-            place of the one before it among the step's tokens, and the token.
-        alone: rows whose prompt is one token, which nothing precedes: they are told without a call.
-        pooled: rows of which a range of the step's tokens is pooled.
-        told: of `ScoreStep` and then of `PoolingStep`, once they are sent.
+        layout: The layout of the step.
+        score: The step that computes the scores.
+        vocab_size: The vocabulary size of the model.
+        rows: The rows whose tokens are scored, in the order of `wanted`, each with pairs: the index
+            of the preceding token in the step, and the token itself.
+        alone: The rows whose prompt is a single token. No token precedes it, so they need no call.
+        pooled: The rows to pool, each with a range of the step's tokens.
+        told: The results of `ScoreStep` and then of `PoolingStep`, once these are sent.
     """
 
     layout: PromptLayout
@@ -44,10 +44,10 @@ class PromptScores:
     def add(
         self, row: RunningRequest, group: int, before: Sequence[PromptChunk], chunk: PromptChunk
     ) -> None:
-        """The tokens behind those of a chunk, and those of the chunk, if they are asked for.
+        """Adds the tokens that the chunk scores or pools, if the request asked for them.
 
         Args:
-            before: the chunks of its data group that the step reads before it.
+            before: The chunks of the same data group that precede this one in the step.
         """
         cached = chunk.length - len(chunk.tokens)
         begin = self.layout.first_token(group, before) - cached
@@ -61,14 +61,13 @@ class PromptScores:
         places = np.empty((len(positions), 2), np.int32)
         places[:, 0] = np.arange(positions.start, positions.stop) + (begin - 1)
         places[:, 1] = list(row.prompt[positions.start : positions.stop])
-        # One call scores in one way, which other rows of the step must not change: so plain scores
-        # have calls of their own. The likeliest tokens are told to those who asked.
+        # All tokens of a call share one set of controls, and other rows must not change a row's
+        # scores, so each set has its own calls. Rows keep alternatives only if they asked for them.
         self.rows.setdefault(ScoreControls.of(row.request), []).append((row, places))
 
     @functools.cached_property
     def calls(self) -> list[tuple[ScoreControls, int, list[_Places]]]:
-        """How `ScoreStep` is called once all rows are there: of each way, so many tokens at a
-        time."""
+        """The calls of `ScoreStep` once all rows are added: (controls, tokens per call, rows)."""
         found, size = [], self.score.size(self.vocab_size)
         for controls, rows in self.rows.items():
             most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
@@ -78,7 +77,7 @@ class PromptScores:
 
     @property
     def wanted(self) -> list[np.ndarray]:
-        """What the calls of `ScoreStep` are given."""
+        """The inputs of the calls of `ScoreStep`."""
         found, size = [], self.score.size(self.vocab_size)
         for controls, count, rows in self.calls:
             places = np.concatenate([own for _, own in rows])
@@ -87,18 +86,18 @@ class PromptScores:
 
     @property
     def ranges(self) -> list[np.ndarray]:
-        """What the calls of `PoolingStep` are given."""
+        """The inputs of the calls of `PoolingStep`."""
         return wanted_ranges([own for _, own in self.pooled])
 
     def sums(self) -> list[tuple[RunningRequest, np.ndarray]]:
-        """Waits for what was pooled: of each row the sum of its range."""
+        """Waits for the pooled sums, and returns each row with the sum of its range."""
         if not self.pooled:
             return []
         told = np.concatenate([np.asarray(each) for each in self.told[-len(self.ranges) :]])
         return [(row, sum_) for (row, _), sum_ in zip(self.pooled, told, strict=False)]
 
     def read(self) -> list[tuple[RunningRequest, Int[np.ndarray, "n 2+2*most"]]]:
-        """Waits for what was scored: of each row the lines of its next tokens."""
+        """Waits for the scores, and returns each row with the lines of its next tokens."""
         found = [(row, PromptLogprobs.NO_LINES) for row in self.alone]
         if not self.rows:
             return found

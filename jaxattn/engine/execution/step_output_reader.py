@@ -1,4 +1,4 @@
-"""Steps in flight: what is known of one when it is sent, and what its tokens tell."""
+"""Steps in flight: the host's record of each, and the processing of its results."""
 
 import dataclasses
 import time
@@ -21,19 +21,21 @@ from jaxattn.engine.steps.token_selection import FinishCode
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecodeBatchPlan:
-    """The rows that decode, worked out once for all rounds in which they stay the same.
+    """The rows that decode, computed once for all rounds in which they stay the same.
 
     Attributes:
-        lines: the rows of a step, by their places; -1 is padding.
-        places: the rows.
-        moved: int32 [B], tokens that a step is counted to give each of them; at most so many come.
-        most: steps that one call may run of them.
-        drafts: whether such a step may have drafts.
-        rows: those of the lines; None is padding.
-        requests: theirs, and `texts` what each has generated.
-        kept: their lines among all.
-        plain: whether the host only hands their tokens on.
-        changes: of the scheduler, when they were found.
+        lines: The row index of each line of a step; -1 is padding.
+        places: The indices of the rows.
+        moved: int32 [B], the maximum number of tokens that a step gives each row. The scheduler
+            counts with it until the step is read.
+        most: The maximum number of steps per call.
+        drafts: Whether these steps may use drafts.
+        rows: The rows by their line; None is padding.
+        requests: The requests of the rows.
+        texts: The generated tokens of each row.
+        kept: The lines that are not padding.
+        plain: Whether the host only passes the tokens on.
+        changes: The scheduler's `changes` when this plan was made.
     """
 
     lines: np.ndarray
@@ -53,16 +55,16 @@ class DecodeBatchPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """What a step in flight will tell.
+    """A step in flight, whose results the host has not read.
 
     Attributes:
-        told: of `advance`, or logits that nobody samples.
-        rows: those that decode, by their line; None is padding.
-        running: what was known of them; None if none decode.
-        steps: how many decode steps it is.
-        ended: those that get their first token, by their line.
-        prompt_tokens: that it reads of prompts.
-        scores: of those tokens.
+        told: The result of `advance`, or logits that no row samples.
+        rows: The rows that decode, by their line; None is padding.
+        running: The plan of these rows; None if no row decodes.
+        steps: The number of decode steps.
+        ended: The rows that get their first token, by their line.
+        prompt_tokens: The number of prompt tokens that the step reads.
+        scores: The prompt tokens that the step scores or pools.
     """
 
     told: jax.Array
@@ -75,11 +77,11 @@ class InFlightStep:
 
 
 class StepOutputReader:
-    """Waits for steps in the order in which they were sent, and gives rows their tokens.
+    """Waits for steps in the order in which they were sent, and passes their tokens on.
 
     Args:
-        endings: takes tokens, and ends rows.
-        switch: of the model's draft head, which is told how long steps took.
+        endings: The processor that receives tokens and ends rows.
+        switch: The switch of the model's draft head, which measures how long steps take.
     """
 
     def __init__(self, scheduler: Scheduler, endings: OutputProcessor, switch: DraftSwitch):
@@ -91,12 +93,12 @@ class StepOutputReader:
         return self.endings.stats
 
     def begin(self) -> None:
-        """The time from now on is that of the next step: nothing was in flight."""
+        """Starts the time of the next step now, because nothing is in flight."""
         self._read_at = time.perf_counter()
 
     def read(self, flight: InFlightStep) -> None:
-        """Waits for a step. Steps end in the order in which they were sent, so the time since the
-        one before it is its own.
+        """Waits for a step and processes its results. Steps end in the order in which they were
+        sent, so the step's own time is the time since the one before it ended.
         """
         tells = any(row is not None for row in (*flight.rows, *flight.ended))
         before = time.perf_counter()
@@ -125,7 +127,7 @@ class StepOutputReader:
         self.stats.decoded_tokens += self._taken(flight, running, told)
 
     def _observe(self, running: DecodeBatchPlan, told: np.ndarray, seconds: float) -> None:
-        """Tells the switch of a step, which drafted where it tells of several tokens of a row."""
+        """Reports a step's time to the switch. The step used drafts if rows have several tokens."""
         counts = told[..., 1] != FinishCode.IDLE
         rows = np.count_nonzero(counts[:, 0] if counts.ndim == 2 else counts)
         if rows:
@@ -135,7 +137,7 @@ class StepOutputReader:
             self.stats.drafting[bucket] = drafting
 
     def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:
-        """How many tokens a call of decode steps gave."""
+        """Processes a call of decode steps. Returns the number of tokens."""
         if flight.steps == 1:
             if told.ndim == 3:
                 return self._taken_drafts(running, told)
@@ -147,7 +149,7 @@ class StepOutputReader:
         return sum(self.endings.take(running.rows, step) for step in told)
 
     def _taken_drafts(self, running: DecodeBatchPlan, told: np.ndarray) -> int:
-        """How many tokens a step with drafts gave: int32 [b, S, 2] of `verify`."""
+        """Processes a step with drafts, int32 [b, S, 2] from `verify`. Returns its token count."""
         tokens = told.shape[1]
         counts = np.count_nonzero(told[:, :, 1] != FinishCode.IDLE, axis=1)
         for row, count in zip(running.rows, counts.tolist(), strict=False):

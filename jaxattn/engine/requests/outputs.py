@@ -12,16 +12,16 @@ from jaxattn.engine.requests.request import MOST_LOGPROBS, Request
 
 
 class FinishReason(enum.StrEnum):
-    """Why a row ended. `Completion.detail` says more.
+    """The reason why a request ended. `Completion.detail` gives more detail.
 
-    STOP: a stop token (the detail is the token), a stop string (the detail is the string), or a
-        grammar whose text is complete (the detail is "grammar").
-    LENGTH: `max_tokens`, or the engine's `max_model_len`; the detail names it.
-    NOT_FINITE: the logits held NaN or infinity, as with a damaged checkpoint.
-    ABORTED: `Engine.abort`.
+    STOP: A stop token (the detail is the token), a stop string (the detail is the string), a
+        grammar whose text is complete ("grammar"), or `Request.ends_at` ("ends_at").
+    LENGTH: `max_tokens`, or the engine's `max_model_len`; the detail names the limit.
+    NOT_FINITE: The logits held NaN or infinity, as with a damaged checkpoint.
+    ABORTED: A call of `Engine.abort`.
     INTERRUPTED: Ctrl-C.
-    FAILED: an error ended the step that the row was in; the detail is its message.
-    REFUSED: the request can never be served; the detail says why.
+    FAILED: An error in the step that computed the row; the detail is its message.
+    REFUSED: The engine can never serve the request; the detail gives the reason.
     """
 
     STOP = "stop"
@@ -35,21 +35,22 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
-        tokens: what was generated, without the stop token.
-        logprobs: of each of the tokens, if the request asked for them.
-        detail: of the finish reason, see `FinishReason`; None if there is nothing to add.
-        seconds_to_first_token: since the request was added; None if there was none.
-        seconds: until it was done.
-        cached_tokens: of the prompt, that were not read again.
-        seconds_queued: until the request had a row; None if it never had one.
-        prompt_logprobs: of each token of the prompt, if the request asked for them. Nothing stands
-            before the first one: its are None. A row that ended before has those it came to.
-        embedding: of the prompt, float32 [hidden], if the request asked for it.
-        weights_version: of the weights that gave its last token; see `Engine.update`.
-        older_tokens: how many of its tokens, the first ones, earlier weights gave.
+        tokens: The generated token ids, without the stop token.
+        logprobs: The log-probabilities of `tokens`, if the request asked for them.
+        detail: The detail of the finish reason, see `FinishReason`; None if there is none.
+        seconds_to_first_token: The time from `add` to the first token; None without a token.
+        seconds: The time from `add` to the end of the request.
+        cached_tokens: The number of prompt tokens that the prefix cache supplied.
+        seconds_queued: The time from `add` until the request got a row; None if it never did.
+        prompt_logprobs: The log-probabilities of the prompt's tokens, if the request asked for
+            them. The first is None, because no token precedes it. A request that ended early has
+            only those that the engine had computed.
+        embedding: The embedding of the prompt, float32 [hidden], if the request asked for it.
+        weights_version: The version of the weights that gave the last token; see `Engine.update`.
+        older_tokens: The number of leading tokens that earlier weights generated.
     """
 
     request: Request
@@ -69,12 +70,14 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprobs:
-    """How likely a token was, in natural logarithms.
+    """The log-probability of a token, as a natural logarithm.
 
     Attributes:
-        token: of the token itself.
-        top: the most likely tokens and theirs, the likeliest first; as many as were asked for.
-        rank: of the token among all, 1 is the likeliest; of prompts' tokens alone.
+        token: The log-probability of the token itself.
+        top: The most likely tokens with their log-probabilities, the likeliest first; as many as
+            the request asked for.
+        rank: The rank of the token in the vocabulary, 1 for the likeliest; None for a generated
+            token.
     """
 
     token: float
@@ -83,7 +86,7 @@ class Logprobs:
 
     @classmethod
     def of(cls, found: Int[np.ndarray, "1+2*20"], count: int, rank: int | None = None) -> Self:
-        """What a row of `sampling.logprobs` tells of `count` alternatives, on the host."""
+        """Decodes a line of `sampling.logprobs`, with `count` alternatives, on the host."""
         own, values = found[0].view("float32"), found[1 + MOST_LOGPROBS :].view("float32")
         top = zip(found[1 : 1 + count].tolist(), values[:count].tolist(), strict=True)
         return cls(float(own), tuple((token, value) for token, value in top if token >= 0), rank)
@@ -94,9 +97,9 @@ class PromptLogprobs(Sequence[Logprobs | None]):
     is read. The first token has None, because no token precedes it.
 
     Args:
-        lines: of the other tokens, as a score step tells them: (the rank of the token among all,
-            then the bits of its log-probability, then those of alternatives).
-        count: alternatives of each.
+        lines: The lines that a score step returns for the other tokens: the token's rank, the bits
+            of its log-probability, then the alternatives and the bits of theirs.
+        count: The number of alternatives of each token.
     """
 
     __slots__ = ("_count", "_lines")
@@ -107,17 +110,17 @@ class PromptLogprobs(Sequence[Logprobs | None]):
 
     @classmethod
     def none(cls, count: int) -> Self:
-        """Of a text of one token."""
+        """Returns the log-probabilities of a text of one token."""
         return cls(cls.NO_LINES, count)
 
     def behind(self, lines: Int[np.ndarray, "n m"]) -> Self:
-        """With further tokens behind these."""
+        """Returns a sequence with further tokens after these."""
         own = lines if self._count else lines[:, :2]
         return type(self)(np.concatenate([self._lines, own]), self._count)
 
     @property
     def tokens(self) -> Float[np.ndarray, "T"]:
-        """Of the tokens themselves, float32; NaN of the first."""
+        """The log-probabilities of the tokens themselves, float32; NaN for the first."""
         bits = np.ascontiguousarray(self._lines[:, 1])
         return np.concatenate([np.full(1, np.nan, np.float32), bits.view(np.float32)])
 
@@ -152,17 +155,18 @@ class PromptLogprobs(Sequence[Logprobs | None]):
 def logprob_array(
     rows: Iterable[Sequence[Logprobs | None]], length: int
 ) -> Float[np.ndarray, "rows length"]:
-    """Log-probabilities of texts' tokens as a trainer has them, float32: a row for each text, NaN
-    behind it and where nothing was told.
+    """Returns log-probabilities as a padded float32 array, as a trainer needs them.
+
+    Each text has a row, with NaN after its end and for tokens without a log-probability.
 
         scored = logprob_array(engine.score(texts, starts=starts), tokens.shape[1])
 
     Args:
-        rows: of each text what `Engine.score` told; of a `Completion` that is
+        rows: The results of `Engine.score`. For a `Completion`, use
             `(*completion.prompt_logprobs, *completion.logprobs)`, or None for each prompt token.
 
     Raises:
-        ValueError: a text is longer than `length`.
+        ValueError: A text is longer than `length`.
     """
     texts = list(rows)
     found = np.full((len(texts), length), np.nan, np.float32)
@@ -179,13 +183,13 @@ def logprob_array(
 
 
 class TokenEvent(NamedTuple):
-    """A row's next token; stop tokens are not announced.
+    """The next token of a row. The engine sends no event for a stop token.
 
-    A tuple, since it is made in a third of a dataclass's time, 256 times per round.
+    It is a tuple because a round creates up to 2,048, and a dataclass takes three times as long.
 
     Attributes:
-        logprobs: if the request asked for them.
-        weights_version: of the weights that gave it; see `Engine.update`.
+        logprobs: The token's log-probabilities, if the request asked for them.
+        weights_version: The version of the weights that gave the token; see `Engine.update`.
     """
 
     request: Request
@@ -195,11 +199,11 @@ class TokenEvent(NamedTuple):
 
 
 class PromptEvent(NamedTuple):
-    """The log-probabilities of a request's prompt, before its first token.
+    """The log-probabilities of a request's prompt, which precede its first token.
 
     Attributes:
-        logprobs: see `Completion.prompt_logprobs`.
-        weights_version: of the weights that gave them; see `Engine.update`.
+        logprobs: See `Completion.prompt_logprobs`.
+        weights_version: The version of the weights that gave them; see `Engine.update`.
     """
 
     request: Request
@@ -209,7 +213,7 @@ class PromptEvent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FinishEvent:
-    """A request is done or refused."""
+    """The end of a request that is done or refused."""
 
     completion: Completion
 
@@ -218,7 +222,7 @@ type Event = TokenEvent | PromptEvent | FinishEvent
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during `generate`; `completions` has all that was generated, in request order."""
+    """Ctrl-C during `generate`; `completions` holds the results so far, in request order."""
 
     def __init__(self, completions: list[Completion]):
         super().__init__("interrupted")

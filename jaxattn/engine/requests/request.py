@@ -1,4 +1,4 @@
-"""A request to the engine: a prompt, and how to continue it."""
+"""A request to the engine: a prompt, and the parameters of its continuation."""
 
 import contextlib
 import dataclasses
@@ -11,78 +11,87 @@ import numpy as np
 
 from jaxattn.engine.requests.stats import GenerationStats as GenerationStats
 
-# Bounds of what a row's state on the device holds.
+# Limits of the fixed-size state that a row has on the device.
 MOST_BIASES = 300
-MOST_PENALTY = 1e30  # what it makes of logits, and a million times that, float32 holds
+MOST_PENALTY = 1e30  # float32 holds a logit after this penalty, and a million times that
 MOST_LOGPROBS = 20
 POOLINGS = ("mean", "last")
 
 
 class Grammar(Protocol):
-    """The state of one row's grammar, such as one of llguidance."""
+    """The grammar state of one row, such as one of llguidance."""
 
     def mask(self, words: np.ndarray) -> None:
-        """Says which tokens may come next; at least one, which may be a stop token.
+        """Writes which tokens may come next. At least one must be allowed, possibly a stop token.
 
         Args:
-            words: int32 [ceil(vocab / 32)] of zeros, written in place: bit t % 32 of word t // 32
-                is 1 where token t may come.
+            words: int32 [ceil(vocab / 32)] of zeros, which the method fills in place. Bit t % 32 of
+                word t // 32 is 1 if token t may come.
         """
 
     def accept(self, token: int) -> bool:
-        """Goes on with a token. Returns False where the text is complete: the row ends with it."""
+        """Advances by a token. Returns False if the text is complete, which ends the row."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt and how to continue it.
+    """A prompt and the parameters of its continuation.
 
     Attributes:
-        prompt: token ids; for a model of bytes, `bytes`. A list or array is copied.
-        max_tokens: how many to generate at most; 0 reads the prompt alone.
-        temperature: 0 takes the most likely token.
-        top_p: in (0, 1]; samples from the fewest most likely tokens that together reach it.
-        top_k: samples from the k most likely tokens; 0 from all.
-        min_p: in [0, 1]; samples from tokens at least this likely beside the most likely one.
-        repetition_penalty: 1e-30 to 1e30. The logit of a token that the prompt or the text has is
-            divided by it where positive, and multiplied where negative.
-        presence_penalty: taken from the logit of a token that the text has; at most 1e30 in size.
-        frequency_penalty: taken from a token's logit once per time that the text has it; likewise.
-        logit_bias: token -> number in [-100, 100] that is added to its logit; at most 300 tokens.
-            It is kept as pairs in the order of tokens.
-        logprobs: how many likely alternatives are told with each token, 0 to 20; None tells no
+        prompt: The token ids; `bytes` for a byte-level model. A list or array is copied.
+        max_tokens: The maximum number of tokens to generate; with 0 the engine only reads the
+            prompt.
+        temperature: The sampling temperature; 0 takes the most likely token.
+        top_p: A number in (0, 1]. Sampling uses the fewest most likely tokens whose probabilities
+            add up to at least `top_p`.
+        top_k: Sampling uses the k most likely tokens; 0 means all.
+        min_p: A number in [0, 1]. Sampling uses the tokens whose probability is at least `min_p`
+            times that of the most likely one.
+        repetition_penalty: A divisor of positive logits and a factor of negative ones, for tokens
+            that the prompt or the generated text contains; 1e-30 to 1e30.
+        presence_penalty: A number subtracted from the logit of each token that the generated text
+            contains; at most 1e30 in size.
+        frequency_penalty: A number subtracted from a token's logit once per occurrence in the
+            generated text; at most 1e30 in size.
+        logit_bias: A mapping from tokens to numbers in [-100, 100], which are added to the logits;
+            at most 300 tokens. The request stores it as pairs, sorted by token.
+        logprobs: The number of alternatives to return with each token, 0 to 20; None returns no
             log-probabilities. They are the model's own, before biases, penalties and temperature.
-        prompt_logprobs: how many likely alternatives are told with each token of the prompt, 0 to
-            20; None tells nothing of the prompt. All of the prompt is then read, whatever the
-            prefix cache holds of it.
-        processed_logprobs: `logprobs` and `prompt_logprobs` are not the model's own but those of
-            the distribution that `temperature`, `top_k`, `top_p` and `min_p` make, with -inf for a
-            token that it leaves out. Biases, penalties and a grammar count for `logprobs` alone. It
-            needs a temperature above 0.
-        pooling: "mean" or "last" asks for an embedding of the prompt: the mean of its tokens'
-            hidden states behind the final norm, or the last one. It needs `max_tokens` of 0. For a
-            mean all of the prompt is read, whatever the prefix cache holds of it.
-        priority: a lower one is served first; of equals the one that came first.
-        seed: with the token's position it decides every draw. None: the `id` serves as one.
-        stop_tokens: any of them ends the row and is no part of the completion. One may be given
-            as an integer.
-        stop_strings: the row ends with the token that completes one of them. The engine needs a
-            `detokenize` for them.
-        ends_at: called with each of its tokens, in the thread that runs the engine. The row ends
-            with the token for which it returns true. One more step may be under way by then, and
-            is wasted. What it raises ends all rows. It belongs to this request alone.
-        grammar: says which tokens may come. It belongs to this request alone and goes on with its
-            tokens; a round of the engine with such a row waits for it.
-        replay: tokens that its answer begins with. Decode steps read them one by one, as if the row
-            had drawn them, and it goes on behind them. It is for engines of
-            `Limits(reproducible=True)`, whose log-probabilities then are those of such a draw.
-        cache_salt: prompts share what is cached of them only with those of the same salt, so that
-            nobody can tell by the time what others asked.
-        id: names the request in events and callbacks; None lets the engine number it.
+        prompt_logprobs: The number of alternatives to return with each prompt token, 0 to 20; None
+            returns none. If set, the engine reads the whole prompt, whatever the prefix cache
+            holds.
+        processed_logprobs: If True, `logprobs` and `prompt_logprobs` are those of the distribution
+            after `temperature`, `top_k`, `top_p` and `min_p`, with -inf for excluded tokens.
+            Biases, penalties and a grammar apply only to `logprobs`. The temperature must be
+            above 0.
+        pooling: "mean" or "last" requests an embedding of the prompt: the mean of the hidden
+            states after the final norm, or the last one. `max_tokens` must be 0. For "mean" the
+            engine reads the whole prompt, whatever the prefix cache holds.
+        priority: The scheduling priority. The engine serves lower numbers first, and equal ones in
+            order of arrival.
+        seed: The random seed, which decides every sample together with the token's position. None
+            derives it from `id`.
+        stop_tokens: The tokens that end the row, and that the completion leaves out. A single one
+            may be given as an integer.
+        stop_strings: The strings that end the row, with the token that completes one of them. They
+            need an engine with `detokenize`.
+        ends_at: A function that is called with each generated token, in the thread that runs the
+            engine. The row ends with the token for which the function returns True; one more step
+            may already be in flight, and is wasted. An exception in it ends all rows. Do not share
+            it between requests.
+        grammar: The grammar state that decides which tokens may come, and that advances with them.
+            Each round with such a row waits for the grammar. Do not share it between requests.
+        replay: Tokens with which the answer begins. Decode steps read them one by one, as if the
+            row had sampled them; then the row continues. Only engines with
+            `Limits(reproducible=True)` accept them, and their log-probabilities equal those of the
+            original samples.
+        cache_salt: A string that separates prefix caches: only prompts with the same salt share
+            cached pages. So nobody can infer the prompts of others from response times.
+        id: The id of the request in events and callbacks; None lets the engine choose one.
 
     Raises:
-        TypeError: an attribute is of another type; the message names it.
-        ValueError: an attribute does not fit; the message names it.
+        TypeError: An attribute has the wrong type; the message names it.
+        ValueError: An attribute has an invalid value; the message names it.
     """
 
     prompt: Sequence[int]
@@ -212,56 +221,56 @@ class Request:
 
     @property
     def processed(self) -> bool:
-        """Whether log-probabilities are told of another distribution than the model's own. Where
-        both are one, those of the model are told, so that exact mode has the same bits."""
+        """Whether to return log-probabilities of a distribution other than the model's own. Where
+        both are equal, those of the model are returned, so that exact mode has the same bits."""
         filters = self.top_k or self.min_p or self.top_p < 1 or self.grammar is not None
         changes = self.temperature != 1 or filters or self.biases or self.penalized
         return bool(self.processed_logprobs and changes)
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """Its stop tokens, as they are kept."""
+        """The stop tokens, as a tuple."""
         stops: Any = self.stop_tokens
         return stops
 
     @property
     def biases(self) -> tuple[tuple[int, float], ...]:
-        """Its biases, as they are kept: pairs of a token and a number."""
+        """The logit biases, as pairs of a token and a number."""
         biases: Any = self.logit_bias
         return biases
 
     @property
     def watched(self) -> bool:
-        """Whether somebody looks at each of its tokens, or is told more than what they are."""
+        """Whether the host must look at each token, or return more than the token itself."""
         looks = self.ends_at, self.grammar, self.logprobs
         return bool(self.stop_strings) or any(each is not None for each in looks)
 
     @property
     def may_stop(self) -> bool:
-        """Whether it may end before it has generated `max_tokens`."""
+        """Whether the request may end before it has generated `max_tokens`."""
         ends = self.ends_at is not None or self.grammar is not None
         return self.max_tokens > 0 and (ends or bool(self.stop_tokens or self.stop_strings))
 
     @property
     def reads_all(self) -> bool:
-        """Whether something is told of each token of its prompt, which comes with reading it."""
+        """Whether the engine must read each prompt token to compute what the request asked for."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     @property
     def penalized(self) -> bool:
-        """Whether its tokens depend on those before them by more than the model."""
+        """Whether penalties make the logits depend on earlier tokens."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def drawn_from(self) -> int:
-        """The seed of its draws: its own, or one that its id makes."""
+        """The seed for sampling: `seed`, or one derived from `id`."""
         if self.seed is not None:
             return int(self.seed)
         return (int(self.id or 0) * 0x9E3779B1) % 2**32
 
 
 def _copied(name: str, prompt: Any) -> Sequence[int]:
-    """Tokens as bytes or a tuple, which nobody can change while the request is served."""
+    """Returns the tokens as bytes or a tuple, which nobody can change while they are served."""
     if isinstance(prompt, bytes):
         return prompt
     if isinstance(prompt, str):
@@ -275,7 +284,7 @@ def _copied(name: str, prompt: Any) -> Sequence[int]:
     if not isinstance(prompt, Sequence | bytearray):
         raise TypeError(f"{name} must be a sequence of token ids, got {prompt!r}")
     tokens = tuple(prompt)
-    if set(map(type, tokens)) <= {int}:  # a look at each takes a millisecond per thousand
+    if set(map(type, tokens)) <= {int}:  # checking each token takes a millisecond per thousand
         return tokens
     for place, token in enumerate(tokens):
         _check_integer(f"{name}[{place}]", token)
@@ -283,7 +292,7 @@ def _copied(name: str, prompt: Any) -> Sequence[int]:
 
 
 def _biases(given: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token and what is added to its logit, in the order of tokens."""
+    """Returns pairs of a token and the bias of its logit, sorted by token."""
     pairs = given.items() if isinstance(given, Mapping) else given
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
         raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
@@ -304,7 +313,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _check_token(name: str, token: Any) -> None:
-    """That it is a token of some model: a negative one would count from the vocabulary's end."""
+    """Checks a token id: a negative one would count from the end of the vocabulary."""
     _check_integer(name, token)
     if not 0 <= token < 2**31:
         raise ValueError(f"{name} must be from 0 to 2**31 - 1; got {token}")

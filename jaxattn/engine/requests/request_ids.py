@@ -1,4 +1,4 @@
-"""Ids of requests: those that they were given, and free ones for the others."""
+"""Request ids: the ones that requests came with, and unused ones for the others."""
 
 import dataclasses
 import itertools
@@ -11,11 +11,11 @@ MOST_IDS = 2**31
 
 
 def assign_request_ids(requests: Iterable[Any]) -> list[Request]:
-    """Requests with ids of their own: a place in the list, or a number that is free.
+    """Returns the requests with unique ids. One without an id gets its index, or an unused number.
 
     Raises:
-        TypeError: it is one request, or something in it is none.
-        ValueError: two requests were given the same id; the message has both places.
+        TypeError: `requests` is a single request, or an element is not a request.
+        ValueError: Two requests have the same id; the message names both indices.
     """
     if isinstance(requests, Request):
         raise TypeError("requests must be a list of jaxattn.Request; write [request]")

@@ -6,21 +6,26 @@ from typing import Self
 
 @dataclasses.dataclass
 class GenerationStats:
-    """Of one `generate`. A request's first token comes from prefill: it is not a decoded one.
+    """The statistics of one `generate`. Prefill gives the first token of a request, so it does not
+    count as a decoded one.
 
     Attributes:
-        prompt_tokens: that prefill has read; those of a row that lost its pages count again.
-        prefill_seconds: of prefill steps, each from the end of the step before it; of those in
-            which rows decode too, the share of the prompts' tokens.
-        prefill_steps, decode_steps: a step with both counts as both.
-        waited_seconds: for which the host waited for what steps tell: the rest is its own work.
-        queued_seconds: for which requests that are done waited for their rows, all together.
-        cached_tokens: of the prompts of requests that are done, found in the cache of prefixes.
-        drafted_tokens: that were drafted for rows, whether they turned out right or not.
-        guessed_tokens: of those decoded, that came with others in one step (verification.py).
-        drafting: of the buckets of rows that a model's draft head was tried in, whether it drafts.
-        preemptions: how often a row lost its pages to an older one, and was computed again.
-        replayed_tokens: that such rows decoded again, in exact mode; others read them as prompts.
+        prompt_tokens: The prompt tokens that prefill has read. Tokens that it reads again after a
+            preemption count again.
+        decoded_tokens: The tokens from decode steps and mixed steps, without replayed ones.
+        prefill_seconds: The time of prefill steps, each from the end of the step before it. A
+            mixed step counts only with the share of its prompt tokens.
+        prefill_steps, decode_steps: The numbers of steps; a mixed step counts as both.
+        waited_seconds: The time that the host waited for steps; the rest is its own work.
+        queued_seconds: The time that finished requests waited for a row, summed over requests.
+        cached_tokens: The prompt tokens of finished requests that the prefix cache supplied.
+        drafted_tokens: The number of draft tokens, accepted or not.
+        guessed_tokens: The decoded tokens that were accepted drafts (verification.py).
+        drafting: Whether the draft head is in use, for each bucket of rows in which it was tried.
+        preemptions: How often a row lost its pages to an older one and was computed again.
+        replayed_tokens: The tokens that preempted rows decoded again, in exact mode. Without exact
+            mode, rows read them as part of the prompt.
+        seconds: The time of `generate`, without the engine's start.
     """
 
     prompt_tokens: int = 0
@@ -43,7 +48,7 @@ class GenerationStats:
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
 
     def with_more(self, more: Self) -> Self:
-        """The sums of both; a bucket drafts if it does in the later one."""
+        """Returns the sums of both; for `drafting`, the entries of `more` take precedence."""
         sums = {}
         for field in dataclasses.fields(self):
             one, other = getattr(self, field.name), getattr(more, field.name)
@@ -52,14 +57,14 @@ class GenerationStats:
 
     @property
     def decoded_tokens_per_second(self) -> float:
-        """Over all the time that was not prefill: steps, scheduler and callbacks."""
+        """The rate over all the time except prefill: steps, scheduler and callbacks."""
         rest = self.seconds - self.prefill_seconds
         return self.decoded_tokens / rest if rest > 0 else 0.0
 
 
 @dataclasses.dataclass
 class RequestTimes:
-    """When a request was added, and when its first token came."""
+    """The times at which a request was added and at which its first token came."""
 
     added: float
     first_token: float | None = None
@@ -69,6 +74,6 @@ class RequestTimes:
             self.first_token = now
 
     def read(self, now: float) -> tuple[float | None, float]:
-        """(seconds to the first token, seconds) since it was added."""
+        """Returns (seconds to the first token, seconds), both since the request was added."""
         first = None if self.first_token is None else self.first_token - self.added
         return first, now - self.added

@@ -1,8 +1,8 @@
-"""Pauses of Python's garbage collector within work that makes objects by the thousand.
+"""Pauses of Python's garbage collector during work that creates thousands of objects.
 
-Python 3.12 looks whenever 700 objects more are there than before. Now and then it looks through all
-that the process has. JAX keeps some hundred thousand objects, so one such search takes 0.1 s.
-Lowering makes as many. A call of 8 steps of 256 rows makes 2,048 events, and gives them back.
+Python 3.12 starts a collection whenever there are 700 more objects. Now and then it collects all
+generations. JAX keeps some hundred thousand objects, so such a full collection takes 0.1 s.
+Lowering creates as many objects. A call of 8 steps of 256 rows creates 2,048 events and frees them.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Within it nothing is searched, unless somebody asks for it.
+    """Pauses automatic garbage collection.
 
-    Several threads may be within it. The one that turned the search off turns it on again.
+    Several threads may be inside. The thread that turned the collection off turns it on again.
     """
     searched = False
     try:
-        with PROCESS_STATE.searching:  # or another thread turns it on between the two
+        with PROCESS_STATE.searching:  # else another thread could turn it on in between
             searched = gc.isenabled()
             gc.disable()
         yield
@@ -31,7 +31,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def freeze_gc_heap() -> None:
-    """Takes all that is there out of later searches. What of it becomes garbage is not found, so
-    this is for a process that keeps what it has begun with."""
+    """Excludes all current objects from later collections.
+
+    Reference cycles among them are then never freed, so use it in a process that keeps its initial
+    objects.
+    """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,7 @@
 """`PROCESS_STATE`, the one object that all engines of a process share.
 
 JAX itself has one allocator, one set of listeners and one cache of executables per process, so an
-engine has to know of the others. Nothing else in the package keeps state in a module.
+engine must know about the others. No other module of the package keeps state.
 """
 
 import threading
@@ -15,18 +15,18 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 class ProcessState:
-    """What the engines of a process share. Nothing here keeps an engine or an array alive.
+    """The state that the engines of a process share. It keeps no engine and no array alive.
 
     Attributes:
-        steps: `CompiledSteps` by what decides them, while an engine or its plan holds them.
-        collectives: bytes that collectives took of each of these devices when they first ran, by
-            the layout: another may make GPUs of several processes meet in other sets.
-        weight_programs: `WeightPrograms` by their model and devices. They are small, hold no array,
-            and stay, so that engines after one another compile them once.
-        lowering: held by who lowers steps. It is work of Python, which one thread runs at a time.
-        searching: held by who turns Python's search for garbage off or on.
-        sending: held by who sends a step to several devices. Steps wait for one another there, so
-            all devices have to run them in one order: of two threads neither may send between.
+        steps: The `CompiledSteps` by their key, while an engine or its plan holds them.
+        collectives: The bytes that collectives took of each of these devices when they first ran,
+            by layout. Another layout may connect GPUs of several processes in other sets.
+        weight_programs: The `WeightPrograms` by model and devices. They are small, hold no arrays
+            and stay, so that consecutive engines compile them once.
+        lowering: A lock for lowering steps, which is Python code that one thread runs at a time.
+        searching: A lock for turning Python's garbage collection off or on.
+        sending: A lock for sending a step to several devices. These wait for each other inside a
+            step, so all must run the steps in one order, and no other thread may send in between.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ProcessState:
         self._listening = self._counting = False
 
     def lock(self, key: Hashable) -> Any:
-        """The lock of a set of entry points, so that two threads do not both compile it."""
+        """Returns the lock of a set of entry points, so that only one thread compiles it."""
         with self._guard:
             lock = self._locks.get(key)
             if lock is None:
@@ -52,7 +52,7 @@ class ProcessState:
 
     @property
     def engines(self) -> list[Any]:
-        """Each open `Engine`. It may be in a step while another plans, so its temp is taken."""
+        """The open engines. Any may run a step while another plans, so plans count their temp."""
         with self._guard:
             return list(self._engines)
 
@@ -66,7 +66,7 @@ class ProcessState:
 
     @property
     def seal(self) -> Any:
-        """The `RecompilationGuard` that this thread is inside of, or None."""
+        """The `RecompilationGuard` whose `watch` this thread is inside, or None."""
         return getattr(self._inside, "seal", None)
 
     @seal.setter
@@ -81,7 +81,7 @@ class ProcessState:
                 self._listening = True
 
     def cache_hits(self) -> int:
-        """How many programs this thread has read from JAX's cache since the first call of this."""
+        """Returns how many programs this thread has read from JAX's cache since the first call."""
         with self._guard:
             if not self._counting:
                 jax.monitoring.register_event_listener(self._on_event)

@@ -1,17 +1,16 @@
-"""After the warm-up nothing is traced, compiled or tuned, and no buffer comes to stay.
+"""The recompilation guard: after the warm-up, no trace, compilation, tuning or new buffer.
 
 JAX announces every trace, lowering and compilation before it begins (`jax.monitoring`). While a
-thread is inside `RecompilationGuard.watch` they belong to that seal's engine: counted, or in strict
-mode refused before they start. Tuning happens inside a compilation, so it is refused with it. What
-other threads and other engines compile meanwhile is theirs.
+thread is inside `RecompilationGuard.watch`, the guard counts these for its engine, or in strict
+mode refuses them before they start. Tuning happens inside a compilation, so it is refused too. The
+guard ignores other threads and other engines.
 
-Buffers: the engine's own must stay at the addresses that they had when it was sealed, and a step
-may leave no other behind. In strict mode a thread inside `watch` runs and copies nothing on the
-device but inside `allowed`, so that no buffer can come to be (what is refused may be called a
-trace, since JAX looks for its executable anew). Otherwise the process's arrays are counted before
-and after, with those that other threads make meanwhile. To count them takes longer than a small
-model's step, so one `watch` in 256 does, the first among them: what every step leaves behind is
-found, and costs no step its time.
+Buffers: the engine's own must keep the addresses that they had when it was sealed, and a step may
+leave no other buffers behind. In strict mode, a thread inside `watch` can run and copy something on
+the device only inside `allowed`, so no buffer can appear. (The error may call such a refusal a
+trace, since JAX looks for the executable again.) Otherwise the guard counts the process's arrays
+before and after, including those of other threads. Counting takes longer than a small model's step,
+so only one `watch` in 256 does it, beginning with the first. A leak in every step is still found.
 """
 
 import collections
@@ -29,27 +28,27 @@ EVENTS = {
     "/jax/core/compile/backend_compile_duration": "compilation",
 }
 
-# What JAX says of what `_nothing_runs` refuses.
+# Parts of JAX's error messages about the refusals of `_nothing_runs`.
 _REFUSALS = ("no_execution", "Disallowed host-to-device transfer")
 
 
-# One `watch` in so many counts arrays.
+# One `watch` in this many counts arrays.
 COUNTS_EVERY = 256
 
 
 class SealError(RuntimeError):
-    """Something was traced, compiled or allocated that the warm-up should have done."""
+    """Something was traced, compiled or allocated after the warm-up."""
 
 
 class RecompilationGuard:
-    """What happened after the warm-up that should not have.
+    """The record of traces, compilations and allocations after the warm-up.
 
     Args:
-        strict: raise SealError at once; otherwise count.
+        strict: Whether to raise SealError at once, instead of counting.
 
     Attributes:
-        counts: "trace", "lowering", "compilation", "buffer" -> how many.
-        what: the name of each.
+        counts: The number of events by kind: "trace", "lowering", "compilation", "buffer".
+        what: A description of each event.
     """
 
     def __init__(self, *, strict: bool = False):
@@ -62,15 +61,15 @@ class RecompilationGuard:
 
     @property
     def counts_next(self) -> bool:
-        """Whether the next `watch` counts arrays: of a step in flight none may be among them."""
+        """Whether the next `watch` counts arrays, which no step in flight may own."""
         return not self.strict and self._watched % COUNTS_EVERY == 0
 
     @contextlib.contextmanager
     def watch(self, *, buffers: bool = True) -> Iterator[None]:
-        """What this thread traces, compiles or allocates inside counts.
+        """Counts what this thread traces, compiles or allocates inside.
 
         Args:
-            buffers: False: it may leave buffers behind.
+            buffers: Whether to check for buffers that are left behind.
         """
         outer = PROCESS_STATE.seal
         PROCESS_STATE.seal = self
@@ -95,11 +94,11 @@ class RecompilationGuard:
             PROCESS_STATE.seal = outer
 
     def allowed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of it the engine's own executables run, inside of `watch`."""
+        """Allows the engine's own executables to run inside of it, within `watch`."""
         return _nothing_runs(False) if self.strict else contextlib.nullcontext()
 
     def hold(self, tree: Any) -> None:
-        """These are the buffers; `check` compares with them. The next `watch` counts."""
+        """Records the buffers with which `check` compares. The next `watch` counts arrays."""
         self._addresses, self._watched = _addresses(tree), 0
 
     def check(self, tree: Any) -> None:
@@ -120,7 +119,7 @@ class RecompilationGuard:
             self.note("buffer", f"new buffer of {', '.join(moved) or 'another structure'}")
 
     def note(self, kind: str, what: str) -> None:
-        """Counts it; in strict mode raises SealError."""
+        """Counts an event; in strict mode raises SealError."""
         self.counts[kind] += 1
         self.what.append(f"{kind}: {what}")
         if self.strict:
@@ -132,7 +131,7 @@ class RecompilationGuard:
 
 @contextlib.contextmanager
 def _nothing_runs(refused: bool) -> Iterator[None]:
-    """Whether this thread's executions, and its copies to a device, are refused."""
+    """Refuses or allows this thread's executions and its copies to a device."""
     transfers = "disallow_explicit" if refused else "allow"
     with jax.no_execution(refused), jax.transfer_guard_host_to_device(transfers):
         yield

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 
 class EngineBusyError(RuntimeError):
-    """The engine's one state is in use."""
+    """The engine, which has only one state, is in use."""
 
 
 class ThreadGuard:
-    """The thread that is inside an engine.
+    """A lock on an engine that knows which thread is inside.
 
     Attributes:
-        closed: the engine was closed; nobody may use it.
+        closed: Whether the engine is closed, so that no thread may use it.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,12 @@ class ThreadGuard:
         """Keeps other threads out while this one calls `what`.
 
         Args:
-            nested: a callback of the thread that is inside may call it too.
+            nested: Whether a callback of the thread that is inside may also make this call.
 
         Raises:
-            EngineBusyError: another thread is inside, or a callback calls what is not nested.
-            RuntimeError: the engine is closed.
+            EngineBusyError: Another thread is inside, or a callback makes a call that is not
+                nested.
+            RuntimeError: The engine is closed.
         """
         me = threading.get_ident()
         if self._thread == me:

@@ -1,8 +1,8 @@
-"""Masks of rows with grammars: which tokens may come next, in bits.
+"""Bitmasks of rows with grammars: the tokens that may come next, as bits.
 
-A row with a grammar is masked by it: its logits are computed while the token before is fetched and
-the grammar goes on, then what may not come next is left out, and then the row is sampled. So a
-round with such a row waits for its host; rounds without one do not.
+While the device computes the logits of a row with a grammar, the host fetches the previous token
+and advances the grammar. Then the step masks the logits of forbidden tokens, and samples the row.
+So rounds with such a row wait for the host; rounds without one do not.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.requests.request import Request
 
-EVERY = -1  # a word of which all 32 tokens may come
+EVERY = -1  # a word that allows all of its 32 tokens
 
 
 class MaskedRow(Protocol):
-    """What a bitmask needs of a running request."""
+    """The attributes of a running request that a bitmask needs."""
 
     request: Request
 
@@ -28,12 +28,12 @@ class MaskedRow(Protocol):
 
 
 def words_of(vocab: int) -> int:
-    """int32 words of a mask."""
+    """Returns the number of int32 words of a mask."""
     return -(-vocab // 32)
 
 
 def fill_bitmask(rows: Sequence[MaskedRow | None], lines: int, vocab: int) -> np.ndarray:
-    """int32 [lines, words]: what may come next in each row; everything where it has no grammar."""
+    """Returns int32 [lines, words]: each row's allowed tokens; all of them without a grammar."""
     words = np.full((lines, words_of(vocab)), EVERY, np.int32)
     for line, row in zip(words, rows, strict=False):
         if row is not None and not row.ended and row.request.grammar is not None:
@@ -46,9 +46,9 @@ def fill_bitmask(rows: Sequence[MaskedRow | None], lines: int, vocab: int) -> np
 def masked(
     logits: Float[Array, "b vocab"], words: Int[Array, "b words"]
 ) -> Float[Array, "b vocab"]:
-    """The logits with -inf for tokens that may not come. A row of all ones keeps its bits.
+    """Returns the logits with -inf for forbidden tokens. A row with only ones keeps its bits.
 
-    Columns behind the words are no tokens, and -inf already.
+    Columns after the last word belong to no token, and are -inf already.
     """
     token = jnp.arange(logits.shape[1])
     bits = words[:, jnp.minimum(token // 32, words.shape[1] - 1)] >> (token % 32)

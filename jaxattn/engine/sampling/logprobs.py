@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were chosen, and of the most likely ones beside them."""
+"""Log-probabilities of the chosen tokens, and of the most likely alternatives."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ def logprobs(
     tokens: Int[Array, "B"],
     most: Int[Array, ""] | int = MOST_LOGPROBS,
 ) -> Int[Array, "B 1+2*20"]:
-    """The bits of each token's log-probability, then the likeliest tokens, then the bits of theirs.
+    """Returns the bits of each token's log-probability, the likeliest tokens, and the bits of
+    theirs.
 
-    The likeliest are found one by one: XLA has the host wait for a sort. Of equal ones the lowest
-    id is first.
+    A loop finds the likeliest tokens one by one, because the host would have to wait for XLA's
+    sort. Among equal tokens the lowest id comes first.
 
     Args:
-        most: of the likeliest that are looked for; -1 stands behind them.
+        most: The number of likeliest tokens to find; the remaining places hold -1.
     """
     rows, vocab = logits.shape
     row = jnp.arange(rows)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-# Tokens of the histories that are counted at a time: scratch does not grow with their length.
+# History tokens that are counted at a time, so that scratch does not grow with their length.
 BLOCK = 1024
 
 
@@ -21,17 +21,17 @@ def penalized(
     presence: Float[Array, "b"],
     frequency: Float[Array, "b"],
 ) -> Float[Array, "b vocab"]:
-    """The logits of rows with penalties; those of other rows stay as they are, bit for bit.
+    """Returns the logits with penalties; rows without penalties keep their bits.
 
     Args:
-        history: tokens of all rows.
-        at: which of them these rows are; B is none.
-        prompts: how many of a row's tokens are the prompt's.
-        lengths: how many it has.
-        repetition: divides a positive logit of a token that is there, and multiplies a negative
-            one; 1 for none.
-        presence: is taken from the logit of a token that is there behind the prompt.
-        frequency: is taken from it once per time.
+        history: The tokens of all rows.
+        at: The index of each row of `logits` in `history`; B for no row.
+        prompts: The number of each row's tokens that belong to the prompt.
+        lengths: The number of each row's tokens.
+        repetition: The divisor of positive logits, and the factor of negative ones, for tokens that
+            the row contains; 1 for none.
+        presence: The number subtracted from the logits of tokens that the row has generated.
+        frequency: The number subtracted once per occurrence of a generated token.
     """
     some = (repetition != 1) | (presence != 0) | (frequency != 0)
     in_prompt, behind = _counts(logits.shape, history, at, prompts, jnp.where(some, lengths, 0))
@@ -45,12 +45,12 @@ def penalized(
 def _counts(
     shape: tuple[int, ...], history: Array, at: Array, prompts: Array, lengths: Array
 ) -> tuple[Int[Array, "b vocab"], Int[Array, "b vocab"]]:
-    """How often each token is in the prompt, and behind it."""
+    """Returns how often each token occurs in the prompt, and after it."""
     longest = history.shape[1]
     size, row = min(BLOCK, longest), jnp.arange(shape[0])[:, None]
 
     def block(i: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
-        # The last block begins before its turn where the blocks do not fill the length.
+        # The last block overlaps the one before it if blocks do not divide the length.
         first = jnp.minimum(i * size, longest - size)
         places = first + jnp.arange(size)
         tokens = lax.dynamic_slice_in_dim(history, first, size, axis=1)
@@ -67,7 +67,7 @@ def _counts(
         )
 
     none = jnp.zeros(shape, jnp.int32)
-    # Of the rows that are counted, not of the longest that may be.
+    # The loop ends with the longest row that has penalties.
     return lax.fori_loop(0, -(-jnp.max(lengths, initial=0) // size), block, (none, none))
 
 
@@ -75,6 +75,6 @@ def _counts(
 def biased(
     logits: Float[Array, "B vocab"], tokens: Int[Array, "B K"], biases: Float[Array, "B K"]
 ) -> Float[Array, "B vocab"]:
-    """Adds each row's biases to the logits of these tokens; one behind the vocabulary is none."""
+    """Adds each row's biases to the logits of these tokens; ids past the vocabulary add nothing."""
     row = jnp.arange(logits.shape[0])[:, None]
     return logits.at[row, tokens].add(biases, mode="drop")

@@ -1,7 +1,7 @@
 """The next token of each row, chosen on the device.
 
-A row's randomness is a function of its request's seed and of the token's position, and of nothing
-else: its draws are the same in any row, beside any other rows.
+A row's randomness depends only on its request's seed and the token's position. So its samples do
+not depend on its place in the batch or on other rows.
 """
 
 import dataclasses
@@ -21,14 +21,16 @@ NOT_FINITE = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplingBatch:
-    """How each row samples.
+    """The sampling parameters of each row.
 
     Attributes:
         temperature: float32 [B]; 0 takes the most likely token.
-        top_k: int32 [B]; only the k most likely tokens, 0 for all.
-        top_p: float32 [B] in (0, 1]; the fewest most likely tokens that together reach it.
-        min_p: float32 [B] in [0, 1]; only tokens at least this likely beside the most likely one.
-        seeds: uint32 [B].
+        top_k: int32 [B]; sampling uses the k most likely tokens, all with 0.
+        top_p: float32 [B] in (0, 1]; sampling uses the fewest most likely tokens whose
+            probabilities add up to at least `top_p`.
+        min_p: float32 [B] in [0, 1]; sampling uses tokens whose probability is at least `min_p`
+            times that of the most likely one.
+        seeds: uint32 [B], the random seeds.
     """
 
     temperature: Float[Array, "B"]
@@ -39,15 +41,15 @@ class SamplingBatch:
 
 
 def sampling_key(seed: UInt[Array, ""], position: Int[Array, ""]) -> Key[Array, ""]:
-    """The key of the token at `position` (0 is the prompt's first) of a request."""
+    """Returns the random key of the token at `position` of a request; the prompt begins at 0."""
     return jax.random.fold_in(jax.random.key(seed), position)
 
 
 class SamplingMode(enum.IntEnum):
-    """How much of sampling a step does. The host takes the least that its rows need.
+    """The sampling operations of a step. The host takes the cheapest mode that its rows need.
 
-    XLA has the host wait for the branch of a conditional, so each level is an executable of its
-    own. What a row is given does not depend on the level, if it is enough for the row.
+    Each mode is an executable of its own, because the host would have to wait for the branch of an
+    XLA conditional. A row gets the same token in every mode that is sufficient for it.
     """
 
     GREEDY = 0
@@ -60,7 +62,7 @@ class SamplingMode(enum.IntEnum):
 
 
 def level_of(request: Request) -> SamplingMode:
-    """The least that a row of this request needs."""
+    """Returns the cheapest mode that a row of this request needs."""
     if request.logprobs is not None:
         return SamplingMode.LOGPROBS
     filters = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
@@ -75,7 +77,7 @@ def sample(
     positions: Int[Array, "B"],
     level: SamplingMode = SamplingMode.CONTROLS,
 ) -> Int[Array, "B"]:
-    """The tokens of `draw`."""
+    """Returns the tokens of `draw`."""
     return draw(logits, sampling, positions, level)[0]
 
 
@@ -85,20 +87,20 @@ def draw(
     positions: Int[Array, "B"],
     level: SamplingMode = SamplingMode.CONTROLS,
 ) -> tuple[Int[Array, "B"], Float[Array, "B vocab"]]:
-    """int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
+    """Samples int32 token ids, -1 for a row whose logits hold NaN or an infinite maximum.
 
-    Of equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
-    `top_k` filter first, then `top_p` filters what they leave. The vocabulary is searched for
-    `top_k` and `top_p` from `SamplingMode.CONTROLS` on.
+    Among equally likely tokens the greedy choice and the filters prefer the lowest id. `min_p` and
+    `top_k` filter first, then `top_p` filters what they leave. `top_k` and `top_p` apply from
+    `SamplingMode.CONTROLS` on, since they search the vocabulary.
 
     Args:
-        logits: float32.
-        positions: int32, where in its row the sampled token will stand.
-        level: rows that need more are sampled wrong.
+        logits: The logits, float32.
+        positions: int32, the position of the sampled token in its row.
+        level: The sampling mode. Rows that need a higher one get wrong tokens.
 
     Returns:
-        (the tokens, the `masked_logits` that they are drawn from; those of the model where all rows
-        are greedy).
+        (the tokens, the `masked_logits` from which they are drawn). In greedy mode the second item
+        is the model's logits.
     """
     with jax.named_scope("sample"):
         greedy = jnp.argmax(logits, axis=-1)
@@ -118,16 +120,17 @@ def masked_logits(
     most: Float[Array, "B 1"] | None = None,
     level: SamplingMode = SamplingMode.CONTROLS,
 ) -> Float[Array, "B vocab"]:
-    """Logits of the distribution that a row draws from, -inf for tokens that it cannot draw. NaN
-    where the largest logit is infinite or NaN.
+    """Returns the logits of the distribution from which each row draws, -inf for excluded tokens.
+
+    A row is NaN if its largest logit is infinite or NaN.
 
     Args:
-        most: the largest logit of each row, if it is known.
+        most: The largest logit of each row, if it is known.
     """
     most = logits.max(axis=-1, keepdims=True) if most is None else most
     draws = sampling.temperature > 0
     heat = jnp.where(draws, sampling.temperature, 1.0)
-    # A maximum of 0 before the division: a tiny temperature then gives -inf, not inf - inf.
+    # Subtract the maximum before the division: a tiny temperature then gives -inf, not inf - inf.
     scaled = _min_p((logits - most) / heat[:, None], sampling)
     if level <= SamplingMode.DRAWS:
         return scaled
@@ -135,7 +138,7 @@ def masked_logits(
 
 
 def _min_p(scaled: Array, sampling: SamplingBatch) -> Array:
-    """-inf for tokens that `min_p` leaves out."""
+    """Returns the logits with -inf for tokens that `min_p` excludes."""
     return jnp.where(scaled >= jnp.log(sampling.min_p)[:, None], scaled, -jnp.inf)
 
 
@@ -147,11 +150,11 @@ def _categorical(scaled: Array, sampling: SamplingBatch, positions: Array) -> Ar
 def _filters(
     scaled: Float[Array, "B vocab"], sampling: SamplingBatch, filters: Bool[Array, "B"]
 ) -> Float[Array, "B vocab"]:
-    """-inf for what `top_k` and `top_p` leave out, in the rows that have one of them."""
+    """Returns the logits with -inf for tokens excluded by `top_k` and `top_p`, where `filters`."""
     keys = _ordered(scaled)
     count = sampling.top_k[:, None].astype(jnp.float32)
     ones = jnp.ones_like(scaled)
-    # The k-th largest is the least with fewer than k above it.
+    # The k-th largest key is the least one with fewer than k above it.
     least = _least_with_less_above(keys, ones, count)
     above = (keys > least).sum(1, keepdims=True)
     few = (keys == least) & (_before(keys == least) < count - above)
@@ -164,31 +167,32 @@ def _filters(
     above = jnp.where(keys > least, chances, 0).sum(1, keepdims=True)
     equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
     few = (keys == least) & (above + equal * _before(keys == least) < top_p)
-    # A sum of float32 can reach 1 before the last token: 1 has to keep them all.
+    # A sum of float32 can reach 1 before the last token, but top_p=1 has to keep them all.
     best = jnp.arange(scaled.shape[1]) == jnp.argmax(scaled, axis=1)[:, None]
     kept = (top_p >= 1) | (keys > least) | few | best
     return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
 
 
 def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
-    """Integers in the order of these numbers."""
+    """Returns integers in the same order as these numbers."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
-    bits = jnp.where(bits == sign, 0, bits)  # -0.0 is 0.0; XLA leaves out an addition of 0.0
+    bits = jnp.where(bits == sign, 0, bits)  # -0.0 becomes 0.0; XLA would drop an addition of 0.0
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _before(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
-    """How many marked tokens have a lower id."""
+    """Returns how many marked tokens have a lower id."""
     return jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
 
 
 def _least_with_less_above(
     keys: UInt[Array, "B vocab"], weights: Float[Array, "B vocab"], limit: Float[Array, "B 1"]
 ) -> UInt[Array, "B 1"]:
-    """The least number above which the weights' sum is below `limit`, two bits at a time.
+    """Returns the least key above which the weights add up to less than `limit`.
 
-    A sort of the vocabulary would give it too, and XLA has the host wait for it.
+    The search decides two bits at a time. A sort of the vocabulary would also work, but the host
+    would have to wait for it.
     """
 
     def two_bits(i: Array, least: Array) -> Array:

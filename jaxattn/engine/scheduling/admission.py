@@ -1,13 +1,13 @@
-"""Admission: whether the pool will hold a request beside the rows that run, until they have ended.
+"""Admission: predicts whether the page pool can hold one more request next to the running rows.
 
-A row is admitted with the pages of its prompt, and grows. Where rows outgrow the pool, one of them
-gives its pages back, and its tokens are read again: work done twice. So a request waits while the
-pages that the rows are expected to need, at the time of their largest sum, exceed the pool.
+The scheduler admits a row with the pages of its prompt, and the row grows. If the rows outgrow the
+pool, one of them is preempted and its tokens are read again, which wastes work. So a request waits
+while the expected peak of the rows' pages exceeds the pool.
 
-A request without a stop generates `max_tokens`. Any other is expected to generate as many tokens as
-the last such requests did, of those that generated more than it has, or has to replay. The
-expectation decides when a request starts and nothing else: a row that generates more gets its pages
-as it grows.
+A request that cannot stop early generates `max_tokens`. For any other, the expected length is the
+mean of recent answers that could stop early and got longer than this one is, or will be after its
+replay. The expectation only decides when a request starts: a row that generates more still gets
+its pages as it grows.
 """
 
 import collections
@@ -15,27 +15,29 @@ import collections
 import numpy as np
 from jaxtyping import Int
 
-# Answers that the expectation is made of, and what stands for their length before the first ended.
+# The number of recent answers in the estimate, and the assumed length before the first one ends.
 REMEMBERED, FIRST = 256, 256
 
 
 class AnswerLengths:
-    """Lengths of the last answers that could have ended before their `max_tokens`."""
+    """The lengths of recent answers that could have stopped before their `max_tokens`."""
 
     def __init__(self) -> None:
         self._lengths: collections.deque[int] = collections.deque(maxlen=REMEMBERED)
         self._sorted = np.array([FIRST])
 
     def ended(self, tokens: int) -> None:
-        """Counts an answer of so many tokens."""
+        """Records the length of an answer."""
         self._lengths.append(tokens)
         self._sorted = np.sort(self._lengths)
 
     def expected(
         self, generated: Int[np.ndarray, "B"], left: Int[np.ndarray, "B"]
     ) -> Int[np.ndarray, "B"]:
-        """Tokens that answers are still expected to get, of which `left` may come: the mean of the
-        longer answers, or as many as there are if none was longer."""
+        """Returns how many more tokens the answers are expected to get, at most `left`.
+
+        An answer grows to the mean of longer recent answers, or doubles if none was longer.
+        """
         sums = np.append(np.cumsum(self._sorted[::-1])[::-1], 0)
         first = np.searchsorted(self._sorted, generated, side="right")
         longer = len(self._sorted) - first
@@ -50,17 +52,17 @@ def peak_growth(
     own: Int[np.ndarray, "B"],
     page_tokens: int,
 ) -> int:
-    """The most pages that rows will need beyond those that they have, while they run and end.
+    """Returns the peak number of additional pages that the rows need until they have all ended.
 
-    A row needs the most just before it ends, and the pages that it has to itself are free then. So
-    the sum is largest at the end of some row, whose last token is never written.
+    A row needs the most pages just before it ends, and then frees those that it does not share. So
+    the sum is largest at the end of some row. A row's last token is never written to the cache.
 
     Args:
-        tokens: of each row by now.
-        coming: how many it is expected to get.
-        pages: that it has.
-        own: how many of them no other row shares.
-        page_tokens: tokens of a page.
+        tokens: The current number of tokens of each row.
+        coming: The expected number of further tokens of each row.
+        pages: The number of pages of each row.
+        own: The number of these that the row shares with no other.
+        page_tokens: The number of tokens per page.
     """
     ends = np.unique(coming)[:, None]
     grown = -(-(tokens + np.minimum(ends, coming - 1)) // page_tokens) - pages

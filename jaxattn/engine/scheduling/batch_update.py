@@ -1,4 +1,4 @@
-"""Pending updates of the device's rows, sent as packed arrays of one size."""
+"""Pending updates of the rows on the device, sent as packed arrays of one size."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ _NO_TOKEN = 2**31 - 1
 
 
 class BatchUpdate:
-    """Rows that join and pages that rows get, for `device_batch.update`.
+    """New rows and the pages that rows get, for `device_batch.update`.
 
     Args:
-        batch: rows of the engine.
+        batch: The number of rows of the engine.
     """
 
     def __init__(self, batch: int):
@@ -28,19 +28,19 @@ class BatchUpdate:
     def join(
         self, place: int, slot: int, cached: int, last: int, request: Request, replayed: int = 0
     ) -> None:
-        """A row comes into `place` and may be sampled from now on.
+        """Adds the row at `place`, which may be sampled from now on.
 
         Args:
-            cached: tokens before the one whose logits come first.
-            last: where the last token stands that the row may generate.
-            replayed: where the first token stands that is sampled: those before it are known.
+            cached: The number of tokens before the one whose logits come first.
+            last: The position of the last token that the row may generate.
+            replayed: The position of the first token that is sampled; earlier tokens are known.
         """
         head = np.array([place, cached], np.int32)
         controls = _controls(slot, last, replayed, request)
         self._joins.append(np.concatenate([head, controls, _biases(request)]))
 
     def pages(self, place: int, first: int, pages: Sequence[int]) -> None:
-        """The row in `place` has these pages, from column `first` of its table on."""
+        """Writes pages into the block table of the row at `place`, from column `first` on."""
         self._pages += [(place, first + column, page) for column, page in enumerate(pages)]
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class BatchUpdate:
         self._pages.clear()
 
     def drain(self) -> Iterator[np.ndarray]:
-        """int32 [n] until everything is sent."""
+        """Yields packed arrays, int32 [n], until all updates are sent."""
         size = self._size
         while self:
             array = np.full(size.size, self._none, np.int32)
@@ -64,7 +64,7 @@ class BatchUpdate:
 
 
 def _controls(slot: int, last: int, replayed: int, request: Request) -> np.ndarray:
-    """A row of `DeviceBatch.controls`."""
+    """Returns a row of `DeviceBatch.controls`."""
     values = {
         "slot": slot,
         "last": last,
@@ -82,12 +82,12 @@ def _controls(slot: int, last: int, replayed: int, request: Request) -> np.ndarr
 
 
 def device_stops(request: Request) -> tuple[int, ...]:
-    """The stop tokens that the device looks for; the host finds others, one step late."""
+    """Returns the stop tokens that the device checks; the host finds others one step late."""
     return tuple(token for token in request.stops if 0 <= token < _NO_TOKEN)[:STOPS]
 
 
 def _biases(request: Request) -> np.ndarray:
-    """A row of `DeviceBatch.biases`, flat: tokens, and the bits of what is added."""
+    """Returns a row of `DeviceBatch.biases`, flat: the tokens, then the bits of their biases."""
     tokens, biases = np.full(MOST_BIASES, _NO_TOKEN, np.int32), np.zeros(MOST_BIASES, np.float32)
     pairs = [pair for pair in request.biases if 0 <= pair[0] < _NO_TOKEN]
     tokens[: len(pairs)] = [token for token, _ in pairs]

@@ -1,9 +1,9 @@
-"""The tokens that a step reads of prompts: how many in all, and how many of each prompt."""
+"""The number of prompt tokens that a step reads, in all and from each prompt."""
 
 import functools
 from collections.abc import Sequence
 
-# Tokens that take as long as a step takes whatever its size: it reads the weights once.
+# The fixed cost of a step, which reads the weights once, in tokens that take as long.
 # DeepSeek-V2-Lite on an H200: 136 ms for four chunks of 2,048 tokens, 98 ms for one of 8,192.
 STEP_TOKENS = 1024
 
@@ -16,19 +16,19 @@ def prompt_pieces(
     rows: int,
     whole: bool = False,
 ) -> tuple[int, list[list[int]]]:
-    """The size of the next step, and the tokens that it reads of each prompt.
+    """Chooses the size of the next step, and the number of tokens that it reads of each prompt.
 
-    The steps that read all that waits take the least time together, and the largest of them comes
-    first. Prompts are read in the order of their turns until the step is full, so the last of them
-    may get a piece of what it has left.
+    It finds the sequence of steps that reads all waiting tokens in the least total time, and
+    returns the largest of them. The step takes prompts in the order of their turns until it is
+    full, so the last prompt may get only a piece.
 
     Args:
-        sizes: tokens of a data group that there are executables of, ascending, in whole lines.
-        waiting: of each data group, the tokens that its due prompts may be read of, in the order of
-            their turns.
-        line: tokens that a prompt's piece is padded to a multiple of.
-        rows: prompts of a data group that a step reads of, at most.
-        whole: read of a prompt all that it may be read of, or nothing.
+        sizes: The sizes of the executables in tokens per data group, ascending, in whole lines.
+        waiting: For each data group, the number of tokens that the step may read of each due
+            prompt, in the order of their turns.
+        line: The tokens of a line; a piece of a prompt is padded to a multiple of it.
+        rows: The maximum number of prompts of a data group in one step.
+        whole: Whether to read of each prompt either all that the step may read, or nothing.
     """
     lines = max(sum(-(-left // line) for left in group[:rows]) for group in waiting)
     size = _largest_step(tuple(size // line for size in sizes), line, lines) * line
@@ -38,7 +38,7 @@ def prompt_pieces(
         for left in group[:rows]:
             if free <= 0:
                 break
-            if whole and left > free * line:  # a shorter one may fit behind it
+            if whole and left > free * line:  # a shorter one may still fit
                 found.append(0)
                 continue
             found.append(min(left, free * line))
@@ -50,10 +50,10 @@ def prompt_pieces(
 
 @functools.lru_cache(maxsize=4096)
 def _largest_step(sizes: tuple[int, ...], line: int, lines: int) -> int:
-    """The largest of the steps, in lines, that read so many lines in the least time."""
-    if lines >= sizes[-1]:  # with the least beside its tokens
+    """Returns the largest step, in lines, of the fastest sequence that reads so many lines."""
+    if lines >= sizes[-1]:  # the largest step has the least fixed cost per token
         return sizes[-1]
-    # Least time, and the largest step of those that take it, for each number of lines.
+    # For each number of lines, the least time and the largest step of the sequence that takes it.
     best: list[tuple[int, int]] = [(0, 0)]
     for left in range(1, lines + 1):
         ways = []

@@ -1,14 +1,14 @@
-"""The switch of a draft head: a bucket of rows drafts where that gives more tokens a second.
+"""The switch of a draft head: a bucket of rows drafts if that gives more tokens per second.
 
-    drafts      seconds of a step with drafts, over the tokens that it gives of a row
-    no drafts   seconds of a step without, which gives one
+    drafts      seconds of a step with drafts, divided by the tokens that it gives per row
+    no drafts   seconds of a step without drafts, which gives one token per row
 
-A bucket tries both, and stays with the faster. The other is tried again after a while, since rows
+A bucket tries both ways and keeps the faster one. It tries the slower one again later, because rows
 get longer and texts change: after `FIRST` steps, and after twice as many each time that nothing
 changes. So a head that never helps costs `TRIAL` slower steps out of up to `LAST`.
 
-Times are those between the ends of steps, as the host sees them. A trial is judged by the median,
-which an interruption of the host does not move.
+The host measures the times between the ends of steps. The switch compares medians, which a single
+interruption of the host does not change.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from collections import deque
 from typing import Self
 
 TRIAL = 8  # steps
-FIRST, LAST = 256, 8192  # steps until the slower way is tried again
-WINDOW = 4 * TRIAL  # steps that are remembered
-MARGIN = 1.01  # by which the other way must be faster: what is not measured better is left
+FIRST, LAST = 256, 8192  # steps until the next trial of the slower way, at first and at most
+WINDOW = 4 * TRIAL  # the newest steps, which count
+MARGIN = 1.01  # the factor by which the other way must be faster to replace the current one
 
 
 @dataclasses.dataclass
 class StepTimes:
-    """Of the newest steps of one way, with drafts or without.
+    """The newest steps of one way, with drafts or without.
 
     Attributes:
-        seconds: of each step.
-        tokens: that each gave of a row.
+        seconds: The time of each step.
+        tokens: The number of tokens per row that each step gave.
     """
 
     seconds: deque[float]
@@ -44,25 +44,25 @@ class StepTimes:
 
     @property
     def of_token(self) -> float:
-        """Seconds of a token of a row."""
+        """Seconds per token of a row."""
         return statistics.median(self.seconds) / statistics.fmean(self.tokens)
 
 
 class BucketSwitch:
-    """Of the steps of one bucket of rows.
+    """The switch of one bucket of rows.
 
     Attributes:
-        drafting: the faster way; with drafts until both were tried.
+        drafting: Whether drafting is the faster way; True until both ways were tried.
     """
 
     def __init__(self) -> None:
         self.drafting = True
         self._times = {way: StepTimes.empty() for way in (True, False)}
-        self._left = {True: TRIAL, False: TRIAL}  # steps of each way that are yet to be sent
+        self._left = {True: TRIAL, False: TRIAL}  # trial steps of each way that are left
         self._wait, self._until = FIRST, FIRST
 
     def choose(self) -> bool:
-        """Whether the next step drafts."""
+        """Whether the next step uses drafts."""
         trial = next((way for way in (True, False) if self._left[way]), None)
         if trial is not None:
             self._left[trial] -= 1
@@ -73,8 +73,8 @@ class BucketSwitch:
         return self.drafting
 
     def observe(self, drafts: bool, seconds: float, tokens: float) -> bool:
-        """Whether the bucket drafts from now on: a step took so long, and gave so many tokens of a
-        row."""
+        """Records the time of a step and its tokens per row. Returns whether the bucket drafts
+        from now on."""
         times = self._times[drafts]
         times.seconds.append(seconds)
         times.tokens.append(tokens)
@@ -85,24 +85,24 @@ class BucketSwitch:
         return self.drafting
 
     def _try_again(self) -> None:
-        """Tries the slower way from the next step on; what is known of it is old."""
+        """Starts a new trial of the slower way, and drops its old measurements."""
         self._left[not self.drafting] = TRIAL
         self._times[not self.drafting] = StepTimes.empty()
         self._wait = self._until = min(2 * self._wait, LAST)
 
 
 class DraftSwitch:
-    """Of all buckets.
+    """The switches of all buckets.
 
     Attributes:
-        buckets: a switch of each bucket that had a step.
+        buckets: The switch of each bucket that has had a step.
     """
 
     def __init__(self) -> None:
         self.buckets: dict[int, BucketSwitch] = {}
 
     def choose(self, bucket: int) -> bool:
-        """Whether the next step of a bucket of so many rows drafts."""
+        """Whether the next step of this bucket of rows uses drafts."""
         return self.buckets.setdefault(bucket, BucketSwitch()).choose()
 
     def observe(self, bucket: int, drafts: bool, seconds: float, tokens: float) -> bool:

@@ -1,8 +1,8 @@
-"""Pools of cache pages and state slots: the host's record of their owners.
+"""Pools of cache pages and state slots: the host's record of which are in use.
 
-The device holds the pools themselves (`kv_cache[:, page]`, `ssm_state[:, slot]`); here are only the
-numbers. A freed page or slot is given out again as it is: a row reads no token that it did not
-write, and a row's first chunk starts from zero states, so nothing has to be cleared.
+The device holds the memory (`kv_cache[:, page]`, `ssm_state[:, slot]`); the pools hold only the
+numbers. A freed page or slot is reused without clearing it, because a row reads only tokens that it
+wrote, and a row's first chunk starts from zero states.
 """
 
 import collections
@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class PoolError(ValueError):
-    """A page or slot was freed that is not in use: two rows would have come to share it."""
+    """A page or slot was freed that is not in use, so two rows would have shared it."""
 
 
 class _FreeListPool:
-    """The free ones of `size` numbers, last freed first."""
+    """A pool of `size` numbers that gives out the last freed one first."""
 
     def __init__(self, size: int, what: str):
         if size < 1:
@@ -54,13 +54,14 @@ class _FreeListPool:
 
 
 class PagePool(_FreeListPool):
-    """Pages of `page_size` tokens; a page holds those tokens of every layer.
+    """Pages of `page_size` tokens; a page holds these tokens for every layer.
 
-    Several rows may share a page that they only read. A page that a cache keeps is idle when no
-    row has it: it is available, and its cache lets go of it when it is wanted.
+    Several rows may share a page that they only read. A page in the prefix cache is idle while no
+    row uses it: it counts as available, and the cache evicts it when a row needs a page.
 
     Attributes:
-        evict: makes a cache let go of idle pages; whether it did.
+        evict: A function that makes the cache free an entry's idle pages. It returns False if
+            there are none.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -69,7 +70,7 @@ class PagePool(_FreeListPool):
         super().__init__(num_pages, "page")
         self.page_size = page_size
         self.evict: Callable[[], bool] = lambda: False
-        self._more: collections.Counter[int] = collections.Counter()  # rows beside the first
+        self._more: collections.Counter[int] = collections.Counter()  # users after the first
         self._kept: set[int] = set()
         self._idle: set[int] = set()
 
@@ -78,11 +79,11 @@ class PagePool(_FreeListPool):
         return len(self._free) + len(self._idle)
 
     def pages_for(self, tokens: int) -> int:
-        """How many pages `tokens` tokens of one row fill."""
+        """Returns the number of pages for `tokens` tokens of one row."""
         return -(-tokens // self.page_size)
 
     def allocate(self, tokens: int) -> list[int] | None:
-        """Pages for `tokens` tokens of one row, in order; None (and none taken) if too few."""
+        """Returns pages for `tokens` tokens of one row, in order, or None if there are too few."""
         count = self.pages_for(tokens)
         if count > self.available:
             return None
@@ -91,7 +92,7 @@ class PagePool(_FreeListPool):
         return self._take(count)
 
     def share(self, pages: Iterable[int]) -> None:
-        """Gives pages that a cache keeps to one more row."""
+        """Adds one more row as a user of cached pages."""
         for page in pages:
             if page in self._idle:
                 self._idle.remove(page)
@@ -100,10 +101,10 @@ class PagePool(_FreeListPool):
                 self._more[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
-        """Takes a row's pages back; those that others have stay theirs.
+        """Takes a row's pages back. Pages that other rows share stay in use.
 
         Raises:
-            PoolError: one of them is not in use; nothing is freed then.
+            PoolError: A page is not in use. The pool then frees none of them.
         """
         pages = list(pages)
         shared = {page for page in pages if self._more[page] > 0}
@@ -111,15 +112,15 @@ class PagePool(_FreeListPool):
         self._more.subtract(shared)
 
     def keep(self, pages: Iterable[int]) -> None:
-        """A cache keeps these pages of a row: they are idle when nobody has them."""
+        """Marks pages of a row as cached, so that they become idle when no row uses them."""
         self._kept.update(pages)
 
     def idle(self, pages: Iterable[int]) -> bool:
-        """Whether no row has any of these."""
+        """Whether no row uses any of these pages."""
         return self._idle.issuperset(pages)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """The cache keeps these idle pages no longer."""
+        """Removes idle pages from the cache and frees them."""
         pages = list(pages)
         self._kept.difference_update(pages)
         self._idle.difference_update(pages)
@@ -132,13 +133,13 @@ class PagePool(_FreeListPool):
 
 
 class SlotPool(_FreeListPool):
-    """State slots: a row has one, for its convolution and recurrent states in every layer."""
+    """State slots, one per row, for its convolution and recurrent states in every layer."""
 
     def __init__(self, num_slots: int):
         super().__init__(num_slots, "slot")
 
     def allocate(self) -> int | None:
-        """A slot, or None if all are in use."""
+        """Returns a slot, or None if all are in use."""
         taken = self._take(1)
         return taken[0] if taken else None
 
@@ -146,20 +147,20 @@ class SlotPool(_FreeListPool):
         """Takes a row's slot back.
 
         Raises:
-            PoolError: it is not in use.
+            PoolError: The slot is not in use.
         """
         self._give_back([slot])
 
 
 class PoolView:
-    """The pools of several groups, to look at: a row has pages of one of them."""
+    """A read-only view of the pools of several data groups; each row uses one of them."""
 
     def __init__(self, pools: Sequence[PagePool] | Sequence[SlotPool]):
         self._pools = pools
 
     @property
     def size(self) -> int:
-        """Of all of them."""
+        """The sum of the pools' sizes."""
         return sum(pool.size for pool in self._pools)
 
     @property

@@ -1,23 +1,23 @@
-"""Prefixes of prompts that were read before: their pages, and states at their ends.
+"""The prefix cache: pages of prompts that were read before, and recurrent states at their ends.
 
-A prefix is a chain of blocks, of whole pages each. Where rows have states, or bits are to be the
-same, a block is as many tokens as prefill reads of a prompt at a time: a prompt is then cut into
-the same chunks whether its beginning is cached or not. Elsewhere it is a line of a step
-(`Limits.line_tokens`). Its key is a hash of all tokens up to its end, and of the salt.
+A prefix is a chain of blocks of whole pages. Usually a block is a line of a step
+(`Limits.line_tokens`). With recurrent states or in exact mode, a block is as long as the largest
+piece of a prompt in a step, so that prompts are cut into the same pieces with and without a hit.
+The key of a block is a hash of the salt and of all tokens up to the end of the block.
 
-    entry      the pages of one block; and the states behind it, in a checkpoint slot, where kept
+    entry      the pages of one block, and optionally the states after it, in a checkpoint slot
     hit        the longest chain of entries; with recurrent states, up to one that has its states
 
-Pages of entries are shared and only read: a row that goes on behind a prefix writes to pages of its
-own. A state is copied out of a live slot and into another one, and never read in its checkpoint.
-At least one token of a prompt is always read, since its logits are wanted.
+Rows only read the pages of entries: a row that continues after a prefix writes to pages of its own.
+States are copied between a row's slot and a checkpoint slot, and no step runs on a checkpoint slot.
+Prefill always reads at least one token of a prompt, because the row needs its logits.
 
-States are large, so few are kept: behind the last whole block of a prompt, behind every block in
-STATES_EVERY tokens, and where a prompt leaves what an earlier one had in common with it, which is
-found when pages are there and states are not.
+States are large, so the cache keeps few: after the last whole block of a prompt, every STATES_EVERY
+tokens, and where a prompt diverges from an earlier one. A lookup that finds pages without states
+marks such a point.
 
-What was used longest ago goes first: a state where a slot is wanted, an entry that nobody uses and
-that no other entry continues where pages are.
+Eviction is by least recent use. If no checkpoint slot is free, the oldest state goes. If no page is
+free, the oldest entry goes that no row uses and no other entry continues.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ STATES_EVERY = 4096
 
 @dataclasses.dataclass(eq=False)
 class CachedBlock:
-    """One block that is cached.
+    """A cached block.
 
     Attributes:
-        before: the entry of the block before it.
-        slot: of its states; None where they are not kept.
-        continued: how many entries begin where it ends.
+        before: The entry of the preceding block.
+        slot: The checkpoint slot of the states after the block; None if they are not kept.
+        continued: The number of entries that continue this one.
     """
 
     key: bytes
@@ -52,11 +52,11 @@ class CachedBlock:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixMatch:
-    """What is cached of a prompt.
+    """The cached part of a prompt.
 
     Attributes:
-        entries: whose pages it shares.
-        pages_alone: blocks behind these whose pages are there, and whose states are not.
+        entries: The entries whose pages the prompt shares.
+        pages_alone: The number of further blocks with cached pages but without states.
     """
 
     entries: Sequence[CachedBlock] = ()
@@ -68,13 +68,13 @@ class PrefixMatch:
 
 
 class PendingInsert:
-    """What a row enters of its prompt, block by block.
+    """The blocks of a row's prompt that the cache is to store as the row reads them.
 
     Attributes:
-        keys: of the blocks of its prompt.
-        last: the entry that its next one continues.
-        branch: the block behind which states were missed.
-        own: whether all before is cached in the row's own pages, or in those that it shares.
+        keys: The keys of the prompt's blocks.
+        last: The entry that the row's next entry continues.
+        branch: The number of the block after which the lookup missed states.
+        own: Whether the row uses the cached pages of all blocks so far.
     """
 
     def __init__(self, keys: Sequence[bytes], hit: PrefixMatch):
@@ -86,12 +86,12 @@ class PendingInsert:
 
 @dataclasses.dataclass
 class PrefixCacheStats:
-    """In tokens.
+    """Counts of the prefix cache, in tokens.
 
     Attributes:
-        asked: of prompts that were looked up.
-        hits: that were not read again.
-        states_missed: whose pages were there without their states, so that they were read again.
+        asked: The tokens of prompts that were looked up.
+        hits: The tokens that prefill did not read again.
+        states_missed: The tokens that prefill read again because pages were cached without states.
     """
 
     asked: int = 0
@@ -100,14 +100,14 @@ class PrefixCacheStats:
 
 
 class PrefixCache:
-    """Entries by their keys.
+    """A cache of entries by their keys.
 
     Args:
-        pages: the pool that they are in.
-        block: tokens of a block, whole pages of them.
-        slots: the numbers of the checkpoint slots.
-        counts: goes on counting.
-        recurrent: a hit wants states.
+        pages: The pool of the pages.
+        block: The number of tokens per block, a multiple of the page size.
+        slots: The numbers of the checkpoint slots.
+        counts: The counts to which the cache adds.
+        recurrent: Whether a hit needs states.
     """
 
     def __init__(
@@ -123,18 +123,18 @@ class PrefixCache:
             raise ValueError(f"a block must be whole pages of {pages.page_size}; got {block}")
         self.pages, self.block, self.recurrent = pages, block, recurrent
         self.counts = counts
-        self._entries: OrderedDict[bytes, CachedBlock] = OrderedDict()  # used longest ago first
-        self._states: OrderedDict[bytes, CachedBlock] = OrderedDict()  # those of them with states
+        self._entries: OrderedDict[bytes, CachedBlock] = OrderedDict()  # least recently used first
+        self._states: OrderedDict[bytes, CachedBlock] = OrderedDict()  # entries with states
         self._first, self._slots = slots.start, SlotPool(len(slots)) if len(slots) else None
         pages.evict = self._evict
 
     @property
     def states(self) -> int:
-        """Checkpoint slots in use."""
+        """The number of checkpoint slots in use."""
         return self._slots.in_use if self._slots else 0
 
     def keys(self, prompt: Sequence[int], salt: str) -> list[bytes]:
-        """Of each whole block that a hit may have: the last token of a prompt is never in one."""
+        """Returns the key of each whole block that a hit may include, never with the last token."""
         hashed = hashlib.blake2b(f"{len(salt)}:{salt}".encode(), digest_size=16)
         keys = []
         for end in range(self.block, len(prompt), self.block):
@@ -144,7 +144,7 @@ class PrefixCache:
         return keys
 
     def find(self, keys: Sequence[bytes]) -> PrefixMatch:
-        """The longest hit."""
+        """Returns the longest hit."""
         there = itertools.takewhile(self._entries.__contains__, keys)
         entries = [self._entries[key] for key in there]
         whole = len(entries)
@@ -153,8 +153,8 @@ class PrefixCache:
         return PrefixMatch(entries, whole - len(entries))
 
     def used(self, hit: PrefixMatch, asked: int) -> None:
-        """Counts a hit of a prompt of `asked` tokens. The row that has it shares its pages."""
-        for entry in reversed(hit.entries):  # what others continue was used last
+        """Records a hit of a prompt of `asked` tokens as a use of its entries."""
+        for entry in reversed(hit.entries):  # so that an entry outlives those that continue it
             self._entries.move_to_end(entry.key)
         if hit.entries and hit.entries[-1].slot is not None:
             self._states.move_to_end(hit.entries[-1].key)
@@ -163,13 +163,13 @@ class PrefixCache:
         self.counts.states_missed += hit.pages_alone * self.block
 
     def enter(self, row: PendingInsert, length: int, pages: Sequence[int]) -> int | None:
-        """Enters the block that a row has read, if it ends at this length.
+        """Stores the block that a row has read, if a block ends at this length.
 
         Args:
-            pages: of the row.
+            pages: The pages of the row.
 
         Returns:
-            The checkpoint slot that takes the row's states now, if one does.
+            The checkpoint slot into which to copy the row's states now, or None.
         """
         number = length // self.block
         if length % self.block or not 0 < number <= len(row.keys):
@@ -184,11 +184,11 @@ class PrefixCache:
     def add(
         self, key: bytes, before: CachedBlock | None, pages: Sequence[int]
     ) -> CachedBlock | None:
-        """Enters a block that a row has read, with the row's pages.
+        """Stores a block that a row has read, with the row's pages.
 
         Returns:
-            Its entry; None if another row's pages are there: then nothing behind them can be
-            entered either, since an entry in use must have all before it in use.
+            The entry. None if another row has already stored the block. Then the row can store no
+            later block either, because an entry in use needs all entries before it in use.
         """
         if key in self._entries:
             return None
@@ -200,7 +200,7 @@ class PrefixCache:
         return entry
 
     def keep_states(self, key: bytes) -> int | None:
-        """A checkpoint slot for the states behind a block; None if they are kept, or cannot be."""
+        """Returns a checkpoint slot for the states after a block, or None to keep none."""
         entry = self._entries.get(key)
         if entry is None or entry.slot is not None or self._slots is None or not self.recurrent:
             return None
@@ -214,7 +214,7 @@ class PrefixCache:
         return entry.slot
 
     def _evict(self) -> bool:
-        """Gives back the pages of the entry that was used longest ago, of those nobody wants."""
+        """Evicts the least recently used entry that no row uses. Returns False if there is none."""
         for entry in self._entries.values():
             if not entry.continued and self.pages.idle(entry.pages):
                 break

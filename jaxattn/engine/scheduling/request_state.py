@@ -14,13 +14,13 @@ from jaxattn.engine.scheduling.prefix_cache import PendingInsert
 
 @dataclasses.dataclass(eq=False)
 class WaitingRequest:
-    """A request that waits, and what it has generated if it ran before.
+    """A request that waits, with the tokens that it has generated if it ran before.
 
     Attributes:
-        keys: of the blocks of its prompt, once they were looked for.
-        admitted: when it first had a row, of `time.perf_counter`; None if it never had one.
-        prompt_logprobs: as in `RunningRequest`.
-        older_tokens: how many of the tokens earlier weights gave.
+        keys: The keys of its prompt's blocks, once they were looked up.
+        admitted: When it first got a row, by `time.perf_counter`; None if it never did.
+        prompt_logprobs: See `RunningRequest`.
+        older_tokens: The number of tokens that earlier weights generated.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class WaitingRequest:
     keys: list[bytes] | None = None
     admitted: float | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    embedding: None = None  # a row that loses its pages pools its prompt again
+    embedding: None = None  # a preempted row pools its prompt again
     older_tokens: int = 0
 
     @property
@@ -39,7 +39,7 @@ class WaitingRequest:
         return self.request.priority, self.order
 
     def outlives_weights(self) -> None:
-        """Goes on with other weights: its tokens stay, and its prompt is read and told again."""
+        """Continues with new weights: keeps the tokens, and restarts unfinished scores."""
         self.older_tokens = len(self.tokens)
         if self.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt):
             self.prompt_logprobs = None
@@ -47,27 +47,27 @@ class WaitingRequest:
 
 @dataclasses.dataclass(eq=False)
 class RunningRequest:
-    """A request that has been given row `index` of the batch.
+    """A request that has row `index` of the batch.
 
     Attributes:
-        prompt: what it reads before it generates: the request's prompt, and what it had generated
-            when it lost its pages, unless it replays that.
-        tokens: what was generated and has come back from the device.
-        replay: tokens behind its prompt that it does not sample: those that it had generated when
-            it lost its pages, and those that the request gives.
-        silent: how many tokens it decodes again that have come back from the device before.
-        ended: it has left its row; what steps in flight say of it is not its own.
-        read_last: the number of the round that last read of its prompt.
-        plain: whether the host has nothing to do with its tokens but to hand them on.
-        late_stops: whether the host has to look for its stop tokens.
-        admitted: when the request first had a row, of `time.perf_counter`.
-        cached_tokens: of its prompt, that it found in the cache of prefixes.
-        prefix: what it enters there; None if it does not.
-        prompt_logprobs: of its prompt's first tokens, that have come back from the device; None if
-            the request did not ask for them.
-        scored: how many of them are there, or under way.
-        pooled: the sum of the hidden states of its prompt that have come back from the device.
-        older_tokens: how many of its tokens earlier weights gave.
+        prompt: The tokens to read before sampling: the request's prompt and, after a preemption,
+            the generated tokens, unless the row replays them.
+        tokens: The generated tokens that the host has received.
+        replay: The tokens after the prompt that the row does not sample: those generated before a
+            preemption, and those of `Request.replay`.
+        silent: The number of replayed tokens to come that the host has already received.
+        ended: Whether the request has left its row, so that results in flight are not its own.
+        read_last: The number of the round that last read from its prompt.
+        plain: Whether the host only passes its tokens on.
+        late_stops: Whether the host must check for its stop tokens.
+        admitted: When the request first got a row, by `time.perf_counter`.
+        cached_tokens: The number of prompt tokens that the prefix cache supplied.
+        prefix: The blocks of its prompt for the prefix cache; None without a prefix cache.
+        prompt_logprobs: The log-probabilities of the prompt that the host has received; None if the
+            request did not ask for them.
+        scored: The number of prompt tokens with log-probabilities, including those in flight.
+        pooled: The sum of the prompt's hidden states that the host has received.
+        older_tokens: The number of tokens that earlier weights generated.
     """
 
     request: Request
@@ -100,8 +100,8 @@ class RunningRequest:
         self.scored = len(self.prompt_logprobs or ())
 
     def next_scored(self, cached: int, tokens: int) -> range:
-        """Where the tokens stand that are scored with a chunk of its prompt, which begins behind so
-        many that are cached."""
+        """Returns the positions of the tokens to score with the next chunk of the prompt, which
+        has `tokens` tokens after `cached` cached ones."""
         if self.request.prompt_logprobs is None:
             return range(0)
         end = min(cached + tokens + 1, len(self.request.prompt))
@@ -110,8 +110,7 @@ class RunningRequest:
         return found
 
     def next_pooled(self, cached: int, end: int) -> range:
-        """Where the tokens stand that are pooled with the chunk of its prompt from `cached` to
-        `end`."""
+        """Returns the positions of the tokens to pool with the prompt's chunk `cached:end`."""
         match self.request.pooling:
             case "mean":
                 return range(cached, end)
@@ -121,7 +120,7 @@ class RunningRequest:
 
     @property
     def embedding(self) -> Float[np.ndarray, "hidden"] | None:
-        """What was asked for of its prompt's hidden states, float32; None where nothing was."""
+        """The requested embedding of the prompt, float32; None if there is none."""
         if isinstance(self.pooled, float):
             return None
         tokens = len(self.prompt) if self.request.pooling == "mean" else 1
@@ -129,5 +128,5 @@ class RunningRequest:
 
     @property
     def last(self) -> int:
-        """Where the last token stands that it may generate."""
+        """The position of the last token that the row may generate."""
         return len(self.request.prompt) + self.max_tokens - 1

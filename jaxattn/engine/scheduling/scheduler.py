@@ -1,16 +1,16 @@
-"""The scheduler: it assigns rows, pages and state slots to requests, on the host alone.
+"""The scheduler, which assigns rows, pages and state slots to requests, only on the host.
 
-Requests wait in the order of their priority, then of their arrival; one that finds no pages waits,
-and those behind it wait with it, so that a long one does not starve. A request that the pool can
-never hold is refused.
+Requests wait in the order of their priority, then of their arrival. If the first one finds no
+pages, those after it wait too, so that a long request does not starve. The scheduler refuses a
+request that the pool can never hold.
 
 A row has pages for what it has read and is about to write, and gets more as it grows. A request
-waits while the rows are expected to outgrow the pool with it (`admission`). Where the pool is empty
-all the same, the youngest row gives its pages back and waits again, with the tokens that it has:
-they are read as a prompt is when its turn comes, so nothing that was generated is lost. The oldest
-row always goes on, so every request ends.
+waits if the rows together with it are expected to outgrow the pool (`admission`). If the pool still
+runs empty, the scheduler preempts the youngest row, which returns to the queue with its tokens.
+Prefill reads them as a prompt when its turn comes, so no generated token is lost. The oldest row
+always continues, so every request ends.
 
-What a step needs to know of all rows at once (lengths, room, tokens left) is in NumPy arrays.
+NumPy arrays hold the numbers that a step needs for all rows at once (lengths, room, tokens left).
 """
 
 import bisect
@@ -36,8 +36,8 @@ from jaxattn.engine.scheduling.prefix_cache import (
 from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
 from jaxattn.memory.engine_limits import Limits
 
-# Rows that need a page within so many tokens get their pages together. So one call in 48 steps has
-# a delta, however the rows are staggered.
+# Rows that need a page within this many tokens get it together with rows that need one now. So only
+# one call in 48 steps sends an update, however the rows are staggered.
 AHEAD = 48
 
 
@@ -45,28 +45,28 @@ class Scheduler:
     """The waiting queue, the rows and the two pools.
 
     Attributes:
-        waiting: in the order in which they are served.
-        rows: index -> row, in the order in which they were admitted.
-        block_tables: int32 [B, M]; entries past a row's pages are leftovers, which no op reads.
-        deltas: what the device has to be told before its next step.
-        cached: int32 [B], tokens of each row that are in the caches once all steps sent have run.
-        room: int32 [B], tokens that its pages hold.
-        left: int32 [B], tokens that it may still generate beside those of steps sent.
-        last: int32 [B], where the last token stands that it may generate.
-        decoding: bool [B], rows that have read their prompts.
-        levels: int32 [B], how each samples.
-        most: int32 [B], tokens that it may generate in all.
-        known: int32 [B], those of them that it replays, and so generates at least.
-        shared: int32 [B], of its pages, those that it shares with others, or did when they came.
-        open: bool [B], rows that may end before they have generated `most`.
-        answers: lengths of answers that ended so.
-        changes: how often a row came, read its last chunk, or left: the set of those that decode
-            is another then.
-        preemptions: rows that lost their pages so far.
-        prefixes: the cache of prompts' beginnings; None without one.
-        prefix_counts: what it found, since the scheduler was made.
-        copies: slots whose states go to others before the next step: (from, to).
-        recurrent: whether rows have states, so that a prefix wants its own.
+        waiting: The waiting requests, in the order in which they are served.
+        rows: The rows by index, in the order of their admission.
+        block_tables: int32 [B, M]. No op reads the entries after a row's last page.
+        deltas: The updates that the device needs before its next step.
+        cached: int32 [B], the tokens of each row in the caches once all steps in flight have run.
+        room: int32 [B], the tokens that each row's pages hold.
+        left: int32 [B], the tokens that each row may generate after the steps in flight.
+        last: int32 [B], the position of the last token that each row may generate.
+        decoding: bool [B], whether each row has read its prompt.
+        levels: int32 [B], the sampling mode of each row.
+        most: int32 [B], the maximum number of tokens that each row generates.
+        known: int32 [B], the number of these that the row replays, and so surely generates.
+        shared: int32 [B], the number of each row's pages that other rows share or once shared.
+        open: bool [B], whether each row may end before it has generated `most` tokens.
+        answers: The lengths of answers that could end before their `most` tokens.
+        changes: How often a row finished its prompt or left. While the count is the same, so is the
+            set of rows that have read their prompts.
+        preemptions: The number of preemptions so far.
+        prefixes: The prefix cache; None if the engine has none.
+        prefix_counts: The counts of the prefix cache since the scheduler was created.
+        copies: The states to copy before the next step, as slots (from, to).
+        recurrent: Whether rows have recurrent states, so that a prefix hit needs them.
     """
 
     def __init__(self, limits: Limits, vocab_size: int, *, recurrent: bool = False):
@@ -85,7 +85,7 @@ class Scheduler:
         self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
-        # When a request last had to wait: itself, its group, `changes`, and the group's free pages.
+        # The last request that had to wait, its group, `changes`, and the group's free pages.
         self._refused: tuple[WaitingRequest, int, int, int] | None = None
         self._new_pools()
 
@@ -95,7 +95,7 @@ class Scheduler:
 
     @property
     def reads(self) -> bool:
-        """Whether a row has a part of its prompt to read. Requests that wait have no row."""
+        """Whether a row has a part of its prompt to read. Waiting requests have no row."""
         return bool(np.count_nonzero(self.decoding) < len(self.rows))
 
     @property
@@ -107,11 +107,11 @@ class Scheduler:
         return self._slots[0] if len(self._slots) == 1 else PoolView(self._slots)
 
     def group_of(self, index: Any) -> Any:
-        """The data group of a row, or of rows, by their indices."""
+        """Returns the data group of a row index, or of an array of them."""
         return index // self.limits.rows_per_group
 
     def refusal(self, request: Request) -> str | None:
-        """Why the request can never be served, or None."""
+        """Returns why the engine can never serve the request, or None if it can."""
         prompt, longest = len(request.prompt), self.limits.max_model_len
         if prompt >= longest + (not request.max_tokens):
             return (
@@ -149,18 +149,18 @@ class Scheduler:
     # --- waiting requests
 
     def submit(self, request: Request) -> None:
-        """Queues a request; it must not be one to refuse."""
+        """Queues a request, for which `refusal` must be None."""
         self._queue(WaitingRequest(request, next(self._orders)))
 
     def withdraw(self, id: int) -> WaitingRequest | None:
-        """Takes a waiting request out of the queue, by its id."""
+        """Removes a waiting request from the queue by its id, and returns it; None if not found."""
         found = next((queued for queued in self.waiting if queued.request.id == id), None)
         if found is not None:
             self.waiting.remove(found)
         return found
 
     def admit(self) -> None:
-        """Moves waiting requests into free rows, as long as the first of them finds its pages."""
+        """Moves waiting requests into free rows until the first one in the queue finds no pages."""
         while self.waiting and len(self.rows) < self.limits.batch:
             group = self._roomiest()
             queued = self.waiting[0]
@@ -173,7 +173,7 @@ class Scheduler:
                 prompt = [*prompt, *queued.tokens]
             last = len(request.prompt) + self._max_tokens(request) - 1
             entering, hit = self._found(queued, prompt)
-            self._pages[group].share(hit.pages)  # before others are asked for, which may evict
+            self._pages[group].share(hit.pages)  # before `allocate`, which may evict them
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
             fits = self._fits(group, queued, len(prompt), len(hit.pages), rest)
             pages = self._pages[group].allocate(rest) if fits else None
@@ -192,10 +192,10 @@ class Scheduler:
     # --- rows
 
     def next_prompts(self, most: int) -> list[RunningRequest]:
-        """Up to `most` rows whose next prompt chunk is due, at most as many of each data group.
+        """Returns up to `most` rows that read their prompts, equally many of each data group.
 
-        Those that were read of longest ago come first, so that a long prompt takes turns with
-        others; of equals, the first in the order in which they are served.
+        The row that was read longest ago comes first, so that long prompts take turns with others.
+        Ties go to the row that is served first.
         """
         if not self.reads:
             return []
@@ -210,8 +210,8 @@ class Scheduler:
         return found
 
     def readable(self, row: RunningRequest) -> int:
-        """Tokens that the next step may read of the row's prompt: to the end of a block where
-        states are kept behind blocks."""
+        """Returns how many prompt tokens the next step may read of the row. With recurrent states
+        and a prefix cache, a step reads at most to the end of a block, where states are kept."""
         cached = int(self.cached[row.index])
         most = min(len(row.prompt) - cached, self.limits.chunks[-1])
         if self.prefixes is not None and self.recurrent:
@@ -219,9 +219,9 @@ class Scheduler:
         return most
 
     def read(self, row: RunningRequest, tokens: int) -> bool:
-        """Counts tokens that are read of the row's prompt. Returns whether those are all.
+        """Records that a step reads prompt tokens of the row. Returns whether these are the last.
 
-        Then the row joins those on the device, and is sampled after this step.
+        If they are, the row joins the rows on the device, which sample it after this step.
         """
         before = int(self.cached[row.index])
         self.cached[row.index] = before + tokens
@@ -241,15 +241,15 @@ class Scheduler:
         return True
 
     def next_decode(self) -> np.ndarray:
-        """Indices of the rows to decode now: all that have read their prompts and do not end."""
+        """Returns the indices of the rows to decode: those with a read prompt and tokens left."""
         return np.flatnonzero(self.decoding & (self.left > 0))
 
     def lines(
         self, indices: Sequence[int], buckets: Sequence[int]
     ) -> tuple[list[tuple[int, int]], int]:
-        """((group, line in it) of each row in a step, the smallest bucket that holds them).
+        """Returns ((group, line in the group) of each row, the smallest bucket that holds them).
 
-        A step has as many lines of each data group, one group's after another's.
+        A step has equally many lines for each data group, one group after another.
         """
         taken, places = [0] * self.limits.groups, []
         for index in indices:
@@ -260,13 +260,13 @@ class Scheduler:
         return places, bucket
 
     def grow(self, places: np.ndarray, steps: int = 1) -> bool:
-        """Gives these rows the pages of their next tokens, of so many decode steps; False, and
-        nothing, if there are too few.
+        """Gives these rows the pages for their next tokens, for `steps` decode steps. Returns False
+        and allocates nothing if there are too few pages.
 
-        Rows that need a page soon get it too, as long as one page per row is left.
+        Rows that need a page soon also get one, while one page per row is left.
         """
         cached, step = self.cached[places], steps * self.limits.step_tokens
-        # Until its tokens are read, a row counts as if all that it guesses were right.
+        # Until the host has read its tokens, a row counts as if all of its drafts were accepted.
         written = np.minimum(cached + step, self.last[places] + self.limits.speculate)
         lacks = written > self.room[places]
         short = places[lacks]
@@ -287,29 +287,28 @@ class Scheduler:
         return True
 
     def steady(self, places: np.ndarray) -> int:
-        """How many steps these rows can go on for as they are, if none comes or leaves: until one
-        has a page to get, or no token to generate. A row that is not among them, since steps in
-        flight may give it its last tokens, can be in the next."""
+        """Returns how many steps these rows can run unchanged if none joins or leaves: until one
+        needs a page or has no token left. The result is 1 while another row decodes too: its last
+        tokens may be in flight, and it may be in the next step."""
         if np.count_nonzero(self.decoding) > len(places):
             return 1
         room = self.room[places] - self.cached[places]
         return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
 
     def sent(self, moved: np.ndarray) -> None:
-        """Counts what a call decodes: int32 [B] tokens of each row."""
+        """Records the tokens of a call that was sent: int32 [B], per row."""
         self.cached += moved
         self.left -= moved
 
     def guessed_wrong(self, row: RunningRequest, tokens: int) -> None:
-        """Of a decode step that was counted, so many tokens of the row were none."""
+        """Takes back the tokens of a step that turned out to be rejected drafts."""
         self.cached[row.index] -= tokens
         self.left[row.index] += tokens
 
     def preempt(self) -> None:
-        """The youngest row of the group that `grow` found short gives its pages back and waits,
-        with the tokens that it has.
+        """Preempts the youngest row of the group that `grow` found short, which keeps its tokens.
 
-        No step may be in flight: its tokens would be lost.
+        No step may be in flight, because its tokens would be lost.
         """
         own = (row for row in self.rows.values() if self.group_of(row.index) == self._short)
         row = max(own, key=lambda row: (row.request.priority, row.order))
@@ -317,8 +316,8 @@ class Scheduler:
         self.preemptions += 1
 
     def preempt_all(self) -> None:
-        """All rows wait again, with the tokens that they have. The caches are about to go: nothing
-        is kept of what prompts left in them. No step may be in flight.
+        """Preempts all rows, which keep their tokens, and drops the prefix cache, because its
+        contents are about to become invalid. No step may be in flight.
         """
         for row in list(self.rows.values()):
             self._requeue(row)
@@ -326,7 +325,7 @@ class Scheduler:
         self._new_pools()
 
     def hold_back(self) -> list[WaitingRequest]:
-        """Takes out the requests that have not begun; `put_back` queues them again."""
+        """Removes the requests that have not begun; `put_back` queues them again."""
         held = [queued for queued in self.waiting if queued.admitted is None]
         self.waiting = [queued for queued in self.waiting if queued.admitted is not None]
         return held
@@ -336,7 +335,7 @@ class Scheduler:
             self._queue(queued)
 
     def _requeue(self, row: RunningRequest) -> None:
-        """The row gives its pages back, and its request waits."""
+        """Frees the row and returns its request to the queue."""
         self.release(row)
         again = WaitingRequest(
             row.request,
@@ -352,8 +351,8 @@ class Scheduler:
     def release(self, row: RunningRequest) -> None:
         """Frees the row, its pages and its slot for the next request.
 
-        A step in flight may still write to them, but no step is sent with the row again, and the
-        device runs steps in order: the next owner's come after it.
+        A step in flight may still write to them, but the engine sends no later step with the row.
+        The device runs steps in order, so the next owner writes after it.
         """
         row.ended = True
         self.changes += 1
@@ -365,8 +364,8 @@ class Scheduler:
         self._slots[group].free(row.slot)
 
     def drop_rows(self) -> list[RunningRequest]:
-        """Takes out all that runs. The pools are made anew: an interrupt may have come while a row
-        was given its pages, or gave them back.
+        """Removes all rows and returns them. It creates new pools, because an interrupt may have
+        come while a row received or returned pages.
         """
         dropped = list(self.rows.values())
         self.changes += 1
@@ -379,23 +378,23 @@ class Scheduler:
         return dropped
 
     def clear(self) -> None:
-        """Drops all that waits and runs. What is cached stays where all rows have ended."""
+        """Drops all requests. The prefix cache stays if all rows have ended."""
         self.waiting.clear()
         if self.rows or self.pages.in_use or self.slots.in_use:
             self.drop_rows()
 
     def _new_pools(self) -> None:
-        """Pools of which everything is free, and nothing cached in them."""
+        """Creates pools in which everything is free, and an empty prefix cache."""
         limits, groups = self.limits, range(self.limits.groups)
         self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
         self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
-        self._due = [0] * len(groups)  # pages that the rows of each have at full length
+        self._due = [0] * len(groups)  # pages that the rows of each group have at full length
         self._refused = None
         self._short = 0
         self.copies.clear()
         checkpoints = range(limits.batch, limits.batch + limits.checkpoints)
         if limits.prefix_cache and limits.groups == 1 and (checkpoints or not self.recurrent):
-            # States are behind what a step reads; and where bits are to be the same, a prompt is
+            # States exist only after the tokens that a step reads. In exact mode a prompt must be
             # cut into the same pieces whether its beginning is cached or not.
             whole = self.recurrent or limits.reproducible
             least = limits.chunks[-1] if whole else limits.line_tokens
@@ -408,23 +407,23 @@ class Scheduler:
     def _found(
         self, queued: WaitingRequest, prompt: Sequence[int]
     ) -> tuple[PendingInsert | None, PrefixMatch]:
-        """What a prompt may enter in the cache of prefixes, and what is there of it."""
+        """Returns (the blocks that the prompt may store in the prefix cache, its hit)."""
         if self.prefixes is None:
             return None, PrefixMatch()
         if queued.keys is None:
             queued.keys = self.prefixes.keys(prompt, queued.request.cache_salt)
-        # What is told of each token of a prompt comes with reading it.
+        # Log-probabilities and pooling need the engine to read every token of the prompt.
         told = queued.request.reads_all and not queued.tokens
         hit = PrefixMatch() if told else self.prefixes.find(queued.keys)
         return PendingInsert(queued.keys, hit), hit
 
     def _goes_on(self, row: RunningRequest, hit: PrefixMatch) -> None:
-        """A row begins behind what was found of its prompt."""
+        """Starts a row after the cached part of its prompt."""
         assert self.prefixes is not None
         self.prefixes.used(hit, len(row.prompt))
         row.cached_tokens = len(hit.pages) * self.limits.page_tokens
         self.cached[row.index] = row.cached_tokens
-        if hit.pages:  # which the rows that begin alike no longer have to themselves
+        if hit.pages:  # rows with the same beginning now share these pages
             rows = list(self.rows)
             alike = self.block_tables[rows, : len(hit.pages)] == hit.pages
             alike = np.cumprod(alike, axis=1).sum(1)
@@ -434,16 +433,16 @@ class Scheduler:
             self.copies.append((state, row.slot))
 
     def _fits(self, group: int, queued: WaitingRequest, prompt: int, hit: int, rest: int) -> bool:
-        """Whether the group's rows are expected to end without outgrowing the pool beside one more,
-        of whose `prompt` tokens `hit` pages are cached and `rest` tokens need pages."""
+        """Whether the group's rows and one more are expected to end without outgrowing the pool. Of
+        its `prompt` tokens, `hit` pages are cached and `rest` tokens need pages."""
         pool, limits, request = self._pages[group], self.limits, queued.request
         if self._due[group] + self._most_pages(request) <= pool.size:
             return True
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
-        if not len(rows):  # whoever runs by itself fits: others are refused
+        if not len(rows):  # a request always fits by itself, or it was refused
             return True
         now = pool.pages_for(rest)
-        read = prompt - len(request.prompt)  # of what it has generated; others are decoded again
+        read = prompt - len(request.prompt)  # generated tokens that prefill reads; others replay
         known = max(len(queued.tokens), len(request.replay))
         most = np.append(self.most[rows], self._max_tokens(request))
         generated = np.append(self.most[rows] - self.left[rows], read)
@@ -460,7 +459,7 @@ class Scheduler:
         return now + growth <= pool.available
 
     def _roomiest(self) -> int:
-        """The data group with the most free pages of those with a free row."""
+        """The data group with the most free pages, among those with a free row."""
         free = [group for group, slots in enumerate(self._slots) if slots.available]
         return max(free, key=lambda group: self._pages[group].available)
 
@@ -470,7 +469,7 @@ class Scheduler:
     def _place(
         self, queued: WaitingRequest, prompt: Sequence[int], pages: list[int], slot: int, group: int
     ) -> RunningRequest:
-        """A row of its own for a request, with no pages yet but those given."""
+        """Creates the row of a request in a free place of the group, with the given pages."""
         request, silent, replay = queued.request, 0, queued.request.replay
         if self.limits.reproducible:
             silent = len(queued.tokens)
@@ -508,7 +507,7 @@ class Scheduler:
         return row
 
     def _give(self, row: RunningRequest, pages: list[int] | None) -> None:
-        """More pages for a row, on the host and, with the next deltas, on the device."""
+        """Gives a row more pages, on the host and, with the next update, on the device."""
         assert pages is not None, "whoever calls this has looked"
         first = len(row.pages)
         row.pages += pages
@@ -517,10 +516,10 @@ class Scheduler:
         self.deltas.pages(row.index, first, pages)
 
     def _most_pages(self, request: Request) -> int:
-        """At full length. The last token is never read; a draft behind it may be."""
+        """Pages at full length. The cache never holds the last token, but may hold a draft."""
         tokens = len(request.prompt) + self._max_tokens(request) - 1
         return self._pages[0].pages_for(tokens + self.limits.speculate)
 
     def _max_tokens(self, request: Request) -> int:
-        """At least one is sampled, which a request for none is not told of."""
+        """The tokens to sample, at least one; with `max_tokens` 0 it is not returned."""
         return max(min(request.max_tokens, self.limits.max_model_len - len(request.prompt)), 1)

@@ -1,4 +1,4 @@
-"""Limits that fit a device: executables are compiled for some, planned, and the cache filled."""
+"""Capacity planning: compiles the steps of some limits, plans their memory, and sizes the cache."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,23 +18,23 @@ from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError, nbytes
 from jaxattn.models.interface import Model
 
-# Of the pages, so much may stay unused where that saves compiling steps twice.
+# The fraction of the pages that may stay unused if that avoids compiling steps twice.
 SPARE = 0.025
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CapacityPlanner:
-    """What is compiled, for limits that are still open.
+    """Compiles and plans limits whose number of pages may still be open.
 
     Attributes:
-        implementation: of the decode kernels; None is the best for the device.
-        on_compile: called with each executable's name and None before it is compiled, and with the
-            seconds that it took after that.
-        on_steps: called before executables are compiled, with how many.
-        workers: executables that are compiled at a time.
-        collectives: bytes of each device that NCCL and XLA's collective kernels have taken.
-        choices: why each limit that was chosen is what it is.
-        driver: bytes that the driver and its libraries take, at most, when the steps run first.
+        implementation: The implementation of the decode kernels; None is the best for the device.
+        on_compile: A function that is called before each compilation with the executable's name and
+            None, and after it with the seconds that it took.
+        on_steps: A function that is called before compilation with the number of executables.
+        workers: The number of executables that are compiled at a time.
+        collectives: The bytes of each device that NCCL and XLA's collective kernels have taken.
+        choices: The reason of each limit that `choose_limits` chose.
+        driver: The bytes that the driver and its libraries take, at most, when steps first run.
     """
 
     model: Model
@@ -54,10 +54,12 @@ class CapacityPlanner:
         steps: Sequence[EngineStep] | None = None,
         earlier: CompiledSteps | None = None,
     ) -> CompiledSteps:
-        """The executables of these limits, or of some of their steps.
+        """Compiles the executables of these limits, or of some of their steps.
 
         Args:
-            earlier: of other pages, of which those are kept that do not depend on the pages.
+            steps: The steps to compile; None compiles all.
+            earlier: Executables for another number of pages. Those that do not depend on the pages
+                are reused.
         """
         if self.on_steps:
             self.on_steps(len(steps or all_steps(limits)))
@@ -74,7 +76,7 @@ class CapacityPlanner:
         )
 
     def known(self, limits: Limits, steps: CompiledSteps) -> dict[str, ExecutableMemory]:
-        """What XLA says of each executable's memory."""
+        """Returns XLA's figures of each executable's memory."""
         return {
             str(step): from_compiled(
                 steps.executables[str(step)], nbytes(step.given(self.model, limits))
@@ -92,14 +94,14 @@ class CapacityPlanner:
         *,
         wanted: Limits,
     ) -> MemoryPlan:
-        """The plan of these limits.
+        """Returns the plan of these limits.
 
         Args:
-            own: bytes in the device's pool that the plan counts in other lines.
-            wanted: the limits as they were asked for.
+            own: The bytes in the device's pool that the plan counts in other items.
+            wanted: The limits as the user gave them.
 
         Raises:
-            PlanError: it does not fit, or the cache holds no row at full length.
+            PlanError: The plan does not fit, or the cache holds no row at full length.
         """
         driver = 0 if wanted.utilization is None else self.driver
         beside = others(memory, known, own, self.collectives, driver)
@@ -121,7 +123,7 @@ class CapacityPlanner:
     def measured(
         self, plan: MemoryPlan, known: Mapping[str, ExecutableMemory], memory: DeviceMemory | None
     ) -> MemoryPlan:
-        """The plan once every step has run: with what the driver has taken, not what it may."""
+        """Returns the plan after every step has run, with the measured bytes of the driver."""
         taken = others(memory, known, 0, self.collectives)["outside"]
         items = (
             dataclasses.replace(item, nbytes=taken) if item.name == "driver" else item
@@ -136,7 +138,7 @@ class CapacityPlanner:
         memory: DeviceMemory,
         own: int,
     ) -> Limits:
-        """The limits with the pages that the device has room for."""
+        """Returns the limits with as many pages as the device has room for."""
         beside = others(memory, known, own, self.collectives, self.driver)
         return fill(self.model, wanted, memory, self.params, known, **beside)
 
@@ -148,14 +150,17 @@ class CapacityPlanner:
         own: int,
         earlier: CompiledSteps | None = None,
     ) -> tuple[Limits, CompiledSteps, dict[str, ExecutableMemory]]:
-        """Limits with the most pages that fit, less at most `SPARE` of them, and their executables.
+        """Returns limits with the pages that fit, their executables, and the memory of these.
+
+        Up to a fraction `SPARE` of the pages that fit may stay unused.
 
         Args:
-            known: of the same steps beside another number of pages, or bounds of the largest.
-            earlier: executables beside another number of pages.
+            known: The memory of the same steps with another number of pages, or bounds of the
+                largest steps.
+            earlier: Executables for another number of pages.
 
         Raises:
-            PlanError: too little is left, or XLA's temp grows with the pages again and again.
+            PlanError: Too little memory is left, or XLA's temp keeps growing with the pages.
         """
         for _ in range(3):
             limits, known, earlier = self._measured(wanted, known, memory, own, earlier)
@@ -178,10 +183,11 @@ class CapacityPlanner:
         own: int,
         steps: CompiledSteps | None,
     ) -> tuple[Limits, Mapping[str, ExecutableMemory], CompiledSteps | None]:
-        """Limits with pages, what they count of the steps, and what has been compiled.
+        """Returns limits with pages, the memory of their steps, and the executables so far.
 
-        A bound is above what XLA takes. Where that costs more than `SPARE` of the pages, the steps
-        with the largest are compiled first, one after another, until one is what XLA says.
+        A bound is larger than what XLA takes. If the difference may cost more than `SPARE` of the
+        pages, the steps with the largest bounds are compiled first, until the largest temp is XLA's
+        own figure.
         """
         without_temp = {name: dataclasses.replace(each, temp=0) for name, each in known.items()}
         whole, known = self.fill(wanted, without_temp, memory, own), dict(known)
@@ -190,7 +196,7 @@ class CapacityPlanner:
         while True:
             filled = self.fill(wanted, known, memory, own)
             if limits is None or not limits.pages <= filled.pages <= limits.pages * (1 + SPARE):
-                # At least a row, although bounds leave no room for it: XLA may.
+                # At least one row: XLA may need less than bounds that leave no room for it.
                 limits = dataclasses.replace(filled, num_pages=max(filled.pages, least))
             name = max(known, key=lambda each: known[each].temp)
             fits = filled.pages >= least
@@ -204,7 +210,7 @@ class CapacityPlanner:
 
 
 def _most(known: Mapping[str, ExecutableMemory]) -> int:
-    """Bytes of which a plan counts the largest."""
+    """Returns the bytes that a plan counts: the largest temp plus the largest in- and outputs."""
     return max(each.temp for each in known.values()) + max(each.in_out for each in known.values())
 
 
@@ -215,20 +221,20 @@ def others(
     collectives: int = 0,
     driver: int = 0,
 ) -> dict[str, Any]:
-    """Bytes that a plan has to leave alone: the driver's, and those of other arrays and engines.
+    """Returns the bytes of others that a plan must leave: the driver, other arrays and engines.
 
     Args:
-        known: executables whose code lies among what the driver holds.
-        own: bytes in the device's pool that the plan counts in other lines.
-        collectives: bytes among the driver's that have a line of their own.
-        driver: bytes that the driver has not taken yet.
+        known: The executables whose code is part of the driver's memory.
+        own: The bytes in the device's pool that the plan counts in other items.
+        collectives: The bytes of the driver's memory that have an item of their own.
+        driver: The bytes that the driver has not taken yet.
     """
     if memory is None or memory.outside is None:
         return {"outside": 0, "others": 0}
     code = sum(each.code for each in known.values())
     stepping = sum(engine.plan["xla temp"] for engine in PROCESS_STATE.engines)
     outside = max(memory.outside - code, 0)
-    collectives = min(collectives, outside)  # other processes may have begun while they ran
+    collectives = min(collectives, outside)  # the measurement may include other processes
     return {
         "outside": outside - collectives + driver,
         "collectives": collectives,

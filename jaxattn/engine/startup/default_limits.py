@@ -1,13 +1,13 @@
-"""The limits of an engine for which nobody fixed them, from the model and the device's memory.
+"""The limits that the user left open, chosen from the model and the device's memory.
 
     choice = choose_limits(model, Limits(), memory, platform="gpu")
     choice.limits     all sizes fixed
-    choice.reasons    why each that was chosen is what it is
+    choice.reasons    the reason of each chosen size
 
-A GPU gets what serves many requests fast: the model's own context, the largest cache that fits, and
-prompts of 8,192 tokens together in a step. Where that does not fit, the context is lowered first,
-then the batch, then the chunk. A CPU gets small sizes, which are quick to compile. What was given
-is never changed: a plan that does not fit is refused later, by its own name.
+A GPU gets limits that serve many requests fast: the model's own context, the largest cache that
+fits, and 8,192 prompt tokens per step. If these do not fit, the search lowers first the context,
+then the batch, then the chunk. A CPU gets small sizes, which compile quickly. Given limits never
+change: if they do not fit, `prepare` raises a PlanError.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ def choose_limits(
     bounds: Bounds | None = None,
     beside: Mapping[str, Any] | None = None,
 ) -> LimitsChoice:
-    """Limits with a size for each of `limits.unset`, which fit if any do.
+    """Returns limits with a size for each of `limits.unset`, which fit if any do.
 
     Args:
-        model: with the caches that are served, of one GPU.
-        memory: of the device; None where nothing says, which is treated as a CPU.
-        platform: "gpu" or "cpu", on which the steps run.
-        params: the packed parameters, or their shapes; None derives them from the model.
-        bounds: bytes of the steps of some limits (`largest_steps`), which are traced for it. None
-            counts none.
-        beside: bytes of the driver, of collectives and of other engines, as in `plan_engine`.
+        model: The model of one GPU, with the caches that the engine serves.
+        memory: The device's memory; with None, which means unknown, the sizes are those of a CPU.
+        platform: The platform of the steps, "gpu" or "cpu".
+        params: The packed parameters, or their shapes; None derives them from the model.
+        bounds: A function that traces the steps of some limits (`largest_steps`) and returns bounds
+            of their memory. None counts no memory for steps.
+        beside: The bytes of the driver, of collectives and of other engines, as in `plan_engine`.
     """
     if platform != "gpu" or memory is None:
         return _small(model, limits, platform)
@@ -68,7 +68,7 @@ def choose_limits(
 
 
 def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
-    """The steps of an engine that take most memory: those of a whole batch, and of most tokens."""
+    """Returns the steps that take the most memory: those of a whole batch, or with most tokens."""
     steps = all_steps(limits)
     prefills = [s for s in steps if isinstance(s, ModelStep) and s.kind == "prefill"]
     most = max(step.size for step in prefills)
@@ -83,7 +83,7 @@ def largest_steps(limits: Limits) -> tuple[EngineStep, ...]:
 
 
 def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
-    """The small values as they are, within the model's own length, around what was given."""
+    """Returns the small default sizes, adapted to the model's length and to the given limits."""
     chosen: dict[str, Any] = {}
     for name in limits.unset - {"utilization"}:
         value = getattr(limits, name)
@@ -103,6 +103,6 @@ def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
 
 
 def _at_least(chosen: dict[str, Any], name: str, parts: Iterable[int]) -> None:
-    """Raises a chosen size to the largest of the buckets that were given for it."""
+    """Raises a chosen size to the largest of the buckets that the user gave for it."""
     if name in chosen:
         chosen[name] = max(chosen[name], *parts, 1)

@@ -1,15 +1,15 @@
-"""Everything about an engine that needs no memory: limits, executables and plan.
+"""The parts of an engine that need no memory: limits, executables and plan.
 
     prepared = prepare(model, model.param_shapes(), Limits(batch=8, utilization=0.9))
     print(prepared.plan.total)
     engine = Engine.of(prepared)
     engine.start(params)            # loaded after `prepare` has measured the device
 
-`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing. Weights
-that are on the device already are counted once if they are given as arrays.
+`prepare` compiles and plans. It takes parameters or their shapes, and allocates nothing. Give
+weights that are already on the device as arrays, so that the plan counts them once.
 
-Loading may go on while `prepare` compiles, if it begins when `on_fits` is called. What is loaded
-then is no other's memory: the device was measured before.
+Loading may run while `prepare` compiles, if it begins when `on_fits` is called. The plan does not
+mistake the loaded weights for other arrays, because it has measured the device before.
 """
 
 import dataclasses
@@ -42,17 +42,17 @@ from jaxattn.parallel.peer_access import peers_reach
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class EngineBuild:
-    """An engine that holds no memory yet.
+    """A compiled and planned engine that holds no device memory yet.
 
     Attributes:
-        limits: as they were given; with `utilization`, with the pages that fit; with the steps of
-            a round, where `prepare` chose several.
-        steps: the executables; the keys of `step_catalog.executables` are their list.
-        known: what XLA says of each executable's memory.
-        plan: what memory the engine will take and why.
-        devices: that will run the steps.
-        wanted: the limits as they were given, with the steps of a call and the layout.
-        params: loaded parameters, which `Engine` places.
+        limits: The limits. With `utilization` they have the pages that fit, and if `prepare` chose
+            several steps per round, they have these.
+        steps: The executables; `step_catalog.all_steps` lists their names.
+        known: XLA's figures of each executable's memory.
+        plan: The device memory that the engine will take, with a reason for each item.
+        devices: The devices that will run the steps.
+        wanted: The limits before the cache is sized, with the steps of a call and the layout.
+        params: The loaded parameters, which `Engine` places on the devices.
     """
 
     model: Model
@@ -80,35 +80,36 @@ def prepare(
     parallel: Parallel = ALONE,
     loaded: bool = False,
 ) -> EngineBuild:
-    """Compiles and plans an engine. Allocates nothing on the device.
+    """Compiles and plans an engine, without allocating anything on the device.
 
     Args:
-        params: the parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
-        limits: of batch, lengths and cache; what they leave open is chosen (default_limits.py).
-        devices: that will run the steps; None is JAX's default device, or the first of its devices
-            that `parallel` asks for.
-        implementation: of the decode kernels; None is the best for the device.
-        on_compile: called with each executable's name and None before it is compiled, and with the
-            seconds that it took after that.
-        on_fits: called once, when the device is measured and the plan from shapes fits, before
-            anything is compiled: parameters that were given as shapes may be loaded from then on.
-        on_steps: called before executables are compiled, with how many these are: once, or several
-            times where a share of the device is filled.
-        workers: executables that are compiled at a time; None is 16 for a GPU and 1 for a CPU,
-            which compiles one with all its cores.
-        parallel: how several devices divide the model; the plan is then of each of them.
-        loaded: refuse shapes, and give the parameters on in `EngineBuild.params`.
+        params: The parameters, or their shapes (`jax.ShapeDtypeStruct`), packed or not.
+        limits: The limits of batch, lengths and cache. `prepare` chooses those that are left open
+            (default_limits.py).
+        devices: The devices that will run the steps. None means JAX's default device, or the first
+            of JAX's devices if `parallel` needs several.
+        implementation: The implementation of the decode kernels; None is the best for the device.
+        on_compile: A function that is called before each compilation with the executable's name and
+            None, and after it with the seconds that it took.
+        on_fits: A function that is called once, before compilation, when the device is measured and
+            the plan from shapes fits. Parameters given as shapes may be loaded from then on.
+        on_steps: A function that is called before compilation with the number of executables. With
+            `utilization` it may be called several times.
+        workers: The number of executables that are compiled at a time. None means 16 for a GPU, and
+            1 for a CPU, which uses all cores for one compilation.
+        parallel: The layout of the model over several devices; the plan is then per device.
+        loaded: Whether to refuse shapes, and to keep the parameters in `EngineBuild.params`.
 
     Raises:
-        TypeError: an argument is of another type; the message names it.
-        ValueError: the model has no cache in `limits.cache_format`, `params` are not those of the
-            model with such a cache, `loaded` ones lie on another device, `max_model_len` is longer
-            than the model's `max_position_embeddings`, or `utilization` is asked for on a device
-            of unknown memory.
-        CollectiveError: the devices of a group cannot send to each other.
-        PlanError: the device has not enough memory, or with `utilization` the cache that is left
+        TypeError: An argument has the wrong type; the message names it.
+        ValueError: The model has no cache in `limits.cache_format`, or `params` are not those of
+            the model with such a cache. Or `loaded` parameters lie on another device,
+            `max_model_len` exceeds the model's `max_position_embeddings`, or `utilization` is given
+            for a device of unknown memory.
+        CollectiveError: The devices of a group cannot send to each other.
+        PlanError: The device has too little memory, or with `utilization` the cache that is left
             holds no row at full length.
-        Refusal: the named implementation refuses; the message says why.
+        Refusal: The requested implementation does not support the model; the message says why.
     """
     limits = Limits() if limits is None else limits
     check_arguments(model, limits, implementation)
@@ -160,7 +161,7 @@ def prepare(
     )
     if limits.utilization is None:
         filled = limits
-        compiler.plan(filled, {}, memory, own, wanted=limits)  # before minutes of compiling
+        compiler.plan(filled, {}, memory, own, wanted=limits)  # fails before minutes of compilation
         if on_fits:
             on_fits()
         steps = compiler.compile(filled)
@@ -199,8 +200,8 @@ def _chosen(
     implementation: Implementation | None,
     beside: Mapping[str, int],
 ) -> LimitsChoice:
-    """The limits with what they leave open. Several hosts choose nothing by their own memory: all
-    need the same."""
+    """Chooses the limits that are left open. With several hosts the device's memory does not count,
+    because all hosts need the same limits."""
     hosts = len({each.process_index for each in devices})
 
     return choose_limits(
@@ -217,7 +218,7 @@ def _chosen(
 def _bounds(
     model: Model, limits: Limits, params: CheckedParams, implementation: Implementation | None
 ) -> dict[str, ExecutableMemory]:
-    """What the largest steps take at most, by their shapes."""
+    """Returns upper bounds of the largest steps' memory, from their shapes."""
     return {
         str(step): bound_of(model, step, limits, params.packed, implementation)
         for step in largest_steps(limits)
@@ -225,8 +226,8 @@ def _bounds(
 
 
 def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
-    """The limits with what the layout says of rows and pages."""
-    # Each data group has pages of its own, which others cannot read.
+    """Returns the limits with the settings that follow from the layout."""
+    # Each data group has pages of its own, which the other groups cannot read.
     shared = limits.prefix_cache and parallel.data == 1
     return dataclasses.replace(
         limits, spread=parallel.context, groups=parallel.data, prefix_cache=shared
@@ -234,7 +235,7 @@ def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
 
 
 def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
-    """Raises TypeError or ValueError, by name, for arguments that no engine can have."""
+    """Raises TypeError or ValueError for invalid arguments; the message names the argument."""
     if not isinstance(model, Model):
         raise TypeError(
             "model must be a jaxattn.models.Model, such as jaxattn.models.Hybrid(config); got "
@@ -263,12 +264,12 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> list[jax.Device]:
-    """Those of the devices that this process holds."""
+    """Returns the devices that belong to this process."""
     return [each for each in devices if each.process_index == jax.process_index()]
 
 
 def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
-    """What the device with the least free memory has: all of a group hold as many pages."""
+    """Returns the memory of the device with the least free memory, which limits the whole group."""
     memories = [device_memory.device_memory(each) for each in of_this_process(devices)]
     known = [memory for memory in memories if memory is not None]
     if len(known) < len(memories):
@@ -277,15 +278,15 @@ def smallest_memory(devices: Sequence[jax.Device]) -> DeviceMemory | None:
 
 
 def collectives_of(model: Model, devices: tuple[jax.Device, ...]) -> int:
-    """Bytes of each device that collectives have taken; they run for the first time here.
+    """Returns the bytes of each device that collectives take, after running them once.
 
     Raises:
-        CollectiveError: the devices cannot send to each other.
+        CollectiveError: The devices cannot send to each other.
     """
     group = group_of(model, devices)
     if group is None or devices[0].platform != "gpu":
         return 0  # a CPU's collectives take nothing that a plan counts
-    with PROCESS_STATE.sending:  # of two threads the second would find nothing more taken
+    with PROCESS_STATE.sending:  # a second thread at the same time would measure no increase
         taken = PROCESS_STATE.collectives.setdefault(devices, {})
         if group.parallel not in taken:
             taken[group.parallel] = collectives_bytes(group)

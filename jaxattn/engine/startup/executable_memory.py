@@ -21,7 +21,7 @@ from jaxattn.models.interface import Model
 
 @dataclasses.dataclass(frozen=True)
 class ExecutableMemory:
-    """What is known of one executable's memory; `basis` says how (see `PlanItem`)."""
+    """The bytes of one executable; `basis` is the source of the numbers (see `PlanItem`)."""
 
     in_out: int
     temp: int
@@ -30,9 +30,9 @@ class ExecutableMemory:
 
 
 def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> ExecutableMemory:
-    """Of an executable; `inputs` are the bytes of its batch.
+    """Returns the memory of an executable; `inputs` are the bytes of its batch.
 
-    XLA's own count of arguments leaves out those parameters that a step does not read.
+    XLA's own count of arguments omits parameters that a step does not read.
     """
     stats: Any = compiled.memory_analysis()
     if not stats or not stats.argument_size_in_bytes:
@@ -45,7 +45,7 @@ def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> ExecutableMemor
 def from_shapes(
     model: Model, limits: Limits, params: Any, implementation: Implementation | None
 ) -> dict[str, ExecutableMemory]:
-    """An upper bound of each executable's memory; traces it and compiles nothing."""
+    """Returns upper bounds of the executables' memory, by tracing them without compilation."""
     return {
         str(step): bound_of(model, step, limits, params, implementation)
         for step in all_steps(limits)
@@ -59,7 +59,7 @@ def bound_of(
     params: Any,
     implementation: Implementation | None,
 ) -> ExecutableMemory:
-    """An upper bound of one executable's memory, which more pages do not raise."""
+    """Returns an upper bound of one executable's memory, which more pages do not raise."""
     tree = jax.tree.structure(params)
     function = step.function(model, limits, tree)
     if isinstance(step, FusedDecodeStep) and limits.groups > 1:
@@ -80,7 +80,7 @@ def bound_of(
 
 
 def _of_all_groups(decode: Callable, groups: int) -> Callable:
-    """A decode step whose logits are as many as those of all data groups, which are sampled."""
+    """Returns a decode step with as many logits as all data groups have, which are all sampled."""
 
     def whole(*arguments: Any, **options: Any) -> Any:
         logits, state = decode(*arguments, **options)

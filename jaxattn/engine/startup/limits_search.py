@@ -1,4 +1,4 @@
-"""The search for the limits of an engine on a GPU: what is fast, and then what of it fits."""
+"""The search for an engine's limits on a GPU: from fast limits to fast limits that fit."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -18,32 +18,33 @@ DECODE_BUCKETS = (1, 8, 32, 128)
 PREFILL_TOKENS = 8192
 PREFILL_ROWS = 16
 PREFILL_BUCKETS = (256, 1024, 2048, 4096)
-# Beside rows that decode: half of what a step without them reads, so half of what they wait.
+# Half of the prompt tokens of other steps, so that decoding rows wait half as long.
 MIXED_TOKENS = 4096
-# One shape reads all prompts, short ones too.
+# One size for all prompts, which suits short ones too.
 REPRODUCIBLE_CHUNK = 1024
 UTILIZATION = 0.9
-# What nobody fixed is not lowered below these, as long as something else can be.
+# The search does not lower open limits below these as long as it can lower others.
 LEAST_CONTEXT, LEAST_CHUNK = 4096, 256
-# Of the tokens that fit before anything has run: the driver is measured later, and takes some.
+# The fraction of the tokens that fit before any step has run. The driver takes some later.
 CONTEXT_SHARE = 7 / 8
-# Of what weights and steps leave, at most: states of rows, and states of prefixes.
+# The largest fractions, after weights and steps, for the states of rows and of prefixes.
 STATES_SHARE, CHECKPOINTS_SHARE = 1 / 3, 1 / 8
-# Rows that take no more than this of it have their cache whole, and nothing has to be measured.
+# If all rows at full length take at most this fraction, the cache holds them all, and the number of
+# pages needs no measurement.
 WHOLE_SHARE = 1 / 4
-DRIVER = 1 * GIB  # what CUDA and its libraries take once steps have run, at most
+DRIVER = 1 * GIB  # an upper bound of what CUDA and its libraries take once steps have run
 
 type Bounds = Callable[[Limits], Mapping[str, ExecutableMemory]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LimitsChoice:
-    """Limits without anything left to choose.
+    """Limits without anything left open.
 
     Attributes:
-        reasons: a line for each limit that was chosen: its name, its value and why.
-        bounds: of the largest steps, by their names, where they were traced for the choice. Those
-            of the limits are no larger.
+        reasons: A line for each chosen limit: its name, its value and the reason.
+        bounds: Bounds of the largest steps by name, if the search traced them. The steps of
+            `limits` need no more.
     """
 
     limits: Limits
@@ -64,8 +65,9 @@ class LimitsSearch:
     """Searches for limits that fit a GPU.
 
     Attributes:
-        asked: the limits with what is left open; the others are the arguments of `choose_limits`.
-        reasons: why each limit that was chosen is what it is, so far, by its name.
+        asked: The given limits, whose `unset` names the open ones. The other attributes are the
+            arguments of `choose_limits`.
+        reasons: The reasons of the limits chosen so far, by name.
     """
 
     asked: Limits
@@ -84,7 +86,7 @@ class LimitsSearch:
         known: Mapping[str, ExecutableMemory] = {}
         fits = self._fits(limits, known)
         if fits and self.asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
-            # Tracing takes seconds: it comes after what weights and state alone say.
+            # Tracing takes seconds, so it comes after the plan of only weights and state.
             known = self.bounds(limits)
             while (lower := self._lowered(limits, known)) != limits:
                 limits = lower
@@ -92,7 +94,7 @@ class LimitsSearch:
             fits = self._fits(limits, known)
         if fits:
             limits = self._context(limits, known)
-        elif not self._pages(limits, known):  # the plan is of the whole, and says what would help
+        elif not self._pages(limits, known):  # then the plan of the original limits gives advice
             limits, self.reasons = whole, why
         limits = self._checkpoints(limits, known)
         limits = self._share(limits, known)
@@ -103,7 +105,7 @@ class LimitsSearch:
         self.reasons[name] = limit_reason(name, value, why)
 
     def _fast(self) -> Limits:
-        """What a GPU gets where everything fits."""
+        """Returns the limits of a GPU if everything fits."""
         asked, unset, chosen = self.asked, self.asked.unset, {}
 
         def choose(name: str, value: Any, why: str) -> None:
@@ -140,7 +142,7 @@ class LimitsSearch:
             chosen["prefill_tokens"] = max(tokens, chunk)
         choose("prefill_buckets", _below(PREFILL_BUCKETS, chunk), "shorter chunks")
         if asked.mixed_tokens is None:
-            # A step of the smallest size that there is, where somebody fixed that.
+            # The smallest compiled size, if given limits make that one larger.
             mixed = max(MIXED_TOKENS, dataclasses.replace(asked, **chosen).prefill_sizes[0])
             chosen["mixed_tokens"] = mixed
             why = "prompt tokens of a step in which other rows decode"
@@ -155,11 +157,11 @@ class LimitsSearch:
         return plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
 
     def _filled(self, limits: Limits) -> Limits:
-        """With the share of the device that decides its pages, and no pages yet."""
+        """Returns the limits with a utilization, which decides the number of pages."""
         return dataclasses.replace(limits, utilization=limits.utilization or UTILIZATION)
 
     def _pages(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
-        """Pages that fit; 0 where weights, states and steps alone do not."""
+        """Returns the pages that fit; 0 if even weights, states and steps do not."""
         limits = self._filled(limits)
         if limits.num_pages:
             plan = self._plan(dataclasses.replace(limits, utilization=None), known)
@@ -170,14 +172,14 @@ class LimitsSearch:
         return fill(self.model, limits, self.memory, self.params, known, **self.beside).pages
 
     def _room(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
-        """Bytes that weights and steps leave for states and pages."""
+        """Returns the bytes that weights and steps leave for states and pages."""
         one = dataclasses.replace(self._filled(limits), num_pages=1)
         plan = self._plan(one, known)
         return (plan.reserve or 0) + self._slot * limits.rows_per_group
 
     @property
     def _slot(self) -> int:
-        """Bytes of a row's states in all layers."""
+        """The bytes of a row's states in all layers."""
         one, two = (
             sum(
                 nbytes(cache.shapes(CacheSize(pages=1, slots=slots))) for cache in self.model.caches
@@ -187,11 +189,11 @@ class LimitsSearch:
         return two - one
 
     def _fits(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> bool:
-        """Whether the cache holds a row, of the shortest context if nobody fixed it."""
+        """Whether the cache holds a row, of the shortest context if the context is open."""
         return self._pages(limits, known) >= _least_pages(self.asked, limits)
 
     def _few_states(self, limits: Limits) -> Limits:
-        """With a batch whose states leave most of the room to pages."""
+        """Lowers the batch until its states leave most of the room to pages."""
         if not self._slot or "batch" not in self.asked.unset:
             return limits
         most = self._room(limits, {}) * STATES_SHARE
@@ -206,8 +208,7 @@ class LimitsSearch:
         return limits
 
     def _lowered(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
-        """With a smaller batch, and then a smaller chunk, where they do not fit beside a context
-        that is as short as it may be."""
+        """Lowers the batch, then the chunk, until a row of the shortest allowed context fits."""
         asked = self.asked
         while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
             if _can_halve(asked, limits):
@@ -221,11 +222,11 @@ class LimitsSearch:
             why = f"with more, {pages:,} pages would be left, fewer than a row's"
             self._explain(name, value, why)
             if known:
-                break  # whose bounds are others
+                break  # the bounds were for larger limits
         return limits
 
     def _context(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
-        """With a context of which the cache holds a row."""
+        """Lowers the context to what the cache can hold for one row."""
         unset = self.asked.unset
         if "max_model_len" not in unset or self.asked.num_pages:
             return limits
@@ -245,7 +246,7 @@ class LimitsSearch:
     # --- what follows
 
     def _checkpoints(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
-        """With states of prefixes, where rows have states."""
+        """Chooses the number of checkpoint slots, if the model has recurrent states."""
         if "checkpoints" not in self.asked.unset:
             return limits
         kept = 0
@@ -257,7 +258,7 @@ class LimitsSearch:
         return dataclasses.replace(limits, checkpoints=kept)
 
     def _share(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
-        """With the share of the device that the engine takes, unless all rows need little of it."""
+        """Chooses the utilization, unless the cache of all rows takes little of the device."""
         if "utilization" not in self.asked.unset:
             return limits
         whole = limits.wanted_pages * page_bytes(self.model.caches)
@@ -270,7 +271,7 @@ class LimitsSearch:
         return dataclasses.replace(limits, utilization=UTILIZATION)
 
     def _explain_buckets(self, limits: Limits) -> None:
-        """The reasons of the buckets as they are in the end."""
+        """Updates the reasons of the buckets to their final values."""
         for name in ("decode_buckets", "prefill_buckets"):
             if name in self.asked.unset and not limits.reproducible:
                 what = "rows" if name == "decode_buckets" else "tokens of a prompt"
@@ -283,7 +284,7 @@ def _below(buckets: Iterable[int], whole: int, groups: int = 1) -> tuple[int, ..
 
 
 def _least_pages(asked: Limits, limits: Limits) -> int:
-    """Pages of a row, of one at the shortest context that may be chosen if nobody fixed it."""
+    """Returns the pages that one row needs, at the shortest allowed context if it is open."""
     if asked.num_pages:
         return 1
     if "max_model_len" not in asked.unset:
@@ -311,7 +312,7 @@ def _halved(asked: Limits, limits: Limits) -> Limits:
 
 
 def _shorter(asked: Limits, limits: Limits) -> Limits:
-    """With half the chunk, and half the tokens of a step, if that is long enough."""
+    """Halves the chunk, and the tokens of a step, if the chunk stays long enough."""
     chunk = max(limits.prefill_chunk // 2, *asked.prefill_buckets, 1)
     if chunk >= limits.prefill_chunk or chunk < LEAST_CHUNK:
         return limits

@@ -1,10 +1,10 @@
-"""The plan of an engine, from shapes, and from its executables once they are compiled.
+"""The memory plan of an engine, from shapes, or from its executables once they are compiled.
 
     pool      weights + state (arena, caches) + rows + step inputs and outputs + XLA temp
     outside   XLA's code, the driver's own memory
 
-The executables run one at a time, so inputs, outputs and temp are the largest of any; code is
-loaded for all of them, so it is the sum.
+The executables run one at a time, so the plan counts the largest inputs, outputs and temp of any
+executable. The code of all of them is loaded, so the plan counts its sum.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ from jaxattn.memory.plan import MemoryBudget, MemoryPlan, PlanItem, nbytes, solv
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.interface import Model, overlaid
 
-# JAX's allocator on a GPU rounds a buffer up to ALIGNMENT bytes, and does not split a free piece
-# for it if less than REST would be left over (and the piece is less than twice as large).
+# JAX's allocator on a GPU rounds a buffer up to BFC_ALIGNMENT bytes. It does not split a free piece
+# if less than BFC_REST would be left over and the piece is less than twice as large.
 BFC_ALIGNMENT, BFC_REST = 256, 128 * 2**20
-RESERVED = "reserved"  # the line of `Limits.reserved_bytes`
+RESERVED = "reserved"  # the item of `Limits.reserved_bytes`
 
 
 def packed_shapes(model: Model) -> Any:
-    """The parameters as an engine holds them, as shapes."""
+    """Returns the shapes of the parameters as an engine holds them."""
     return jax.eval_shape(model.pack, model.param_shapes())
 
 
 def page_bytes(caches: Sequence[LayerCache]) -> int:
-    """Of a page in all layers of all caches."""
+    """Returns the bytes of a page in all layers of all caches."""
     return sum(_page_bytes_of_arrays(caches))
 
 
 def _page_bytes_of_arrays(caches: Sequence[LayerCache]) -> list[int]:
-    """What each array of the caches grows by with a page; those that do not grow are left out."""
+    """Returns by how many bytes each array of the caches grows per page, if it grows at all."""
     one, two = (
         [shape for cache in caches for shape in cache.shapes(size).values()]
         for size in (CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=1))
@@ -66,10 +66,11 @@ def fill(
     executables: Mapping[str, ExecutableMemory],
     **beside: Any,
 ) -> Limits:
-    """The limits with the pages that `limits.utilization` leaves room for; 0 pages become 1.
+    """Returns the limits with the pages that `limits.utilization` leaves room for, at least 1.
 
-    What does not depend on the pages is counted by planning one page; the arena and the rows grow
-    with the longest row that the pages can hold, so they are solved for together.
+    A plan with one page gives the bytes that do not depend on the pages. The arena and the rows
+    grow with the longest row that the pages can hold, so `solve` finds them together with the
+    pages.
     """
     assert limits.utilization is not None
     one = dataclasses.replace(limits, num_pages=1)
@@ -80,7 +81,7 @@ def fill(
     most = limits.num_pages or limits.wanted_pages
     if not page:  # nothing is cached by page
         return dataclasses.replace(limits, num_pages=most)
-    # Arrays of other sizes are rounded up differently.
+    # The allocator rounds arrays of other sizes up differently.
     with_pages = plan["arena"] + plan["rows"]
     fixed = plan.inside - page - with_pages + (2 + len(of_arrays)) * BFC_ALIGNMENT
 
@@ -104,15 +105,15 @@ def check_row(
     *,
     wanted: int | None,
 ) -> None:
-    """Refuses what does not fit, and a filled cache in which no row at full length does.
+    """Refuses a plan that does not fit, or whose cache holds no row at full length.
 
     Args:
-        made: the plan with `limits.pages`.
-        wanted: pages that were asked for by number, of which fewer than a row's may be enough;
-            None: `fill` found as many as there is room for.
+        made: The plan with `limits.pages`.
+        wanted: The number of pages that the user gave, which may be fewer than a row needs. None
+            means that `fill` found as many as there is room for.
 
     Raises:
-        PlanError: it has `made` and what would make a row fit.
+        PlanError: The error has the plan and advice on how to make a row fit.
     """
     made.check(advice)
     if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
@@ -135,14 +136,16 @@ def plan_engine(
     others: int = 0,
     outside_basis: str = "measured",
 ) -> MemoryPlan:
-    """The whole plan of an engine with `limits.pages` pages.
+    """Returns the whole plan of an engine with `limits.pages` pages.
 
     Args:
-        params: the parameters, or their shapes.
-        executables: name -> what is known of it; empty leaves inputs, temp and code out.
-        outside: bytes of the driver and of other processes, and how they are known.
-        collectives: bytes of NCCL and of XLA's collective kernels, known in the same way.
-        others: bytes of JAX's pool that other arrays and engines hold.
+        params: The parameters, or their shapes.
+        executables: The memory of each executable by name; if empty, the plan omits inputs, temp
+            and code.
+        outside: The bytes of the driver and of other processes.
+        collectives: The bytes of NCCL and of XLA's collective kernels.
+        others: The bytes of JAX's pool that other arrays and engines hold.
+        outside_basis: The basis of `outside` and `collectives`, see `PlanItem`.
     """
     state = jax.eval_shape(functools.partial(new_state, model, limits))
     items = [*resident_items(model, limits, params), *_step_items(executables)]
@@ -174,7 +177,7 @@ def plan_engine(
 
 
 def _step_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
-    """What the executables take of the pool: they run one at a time, so the largest counts."""
+    """Returns the executables' items in the pool: the largest, because they run one at a time."""
     if not executables:
         return []
     basis = _basis(executables)
@@ -188,7 +191,7 @@ def _step_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
 
 
 def _code_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
-    """What the executables take outside of the pool: all are loaded, so the sum counts."""
+    """Returns the executables' items outside of the pool: the sum, because all are loaded."""
     if not executables:
         return []
     code = sum(known.code for known in executables.values())
@@ -197,13 +200,13 @@ def _code_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
 
 
 def _basis(executables: Mapping[str, ExecutableMemory]) -> str:
-    """Of their sum or maximum: one bound makes it a bound."""
+    """Returns the basis of a sum or maximum, which is "bound" if any value is a bound."""
     return "bound" if any(known.basis == "bound" for known in executables.values()) else "compiled"
 
 
 def _rounding(arrays: Sequence[Any]) -> PlanItem:
-    """What JAX's allocator takes beside the arrays' own bytes."""
-    # The step's inputs and results are a dozen buffers of any size.
+    """Returns the bytes that JAX's allocator takes in addition to the arrays' own."""
+    # A step's inputs and results are a dozen buffers of any size.
     lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
     why = (
         f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
@@ -215,7 +218,7 @@ def _rounding(arrays: Sequence[Any]) -> PlanItem:
 def _outside_items(
     memory: DeviceMemory | None, outside: int, collectives: int, basis: str
 ) -> list[PlanItem]:
-    """What the driver, NCCL and other processes hold; arguments as for `plan_engine`."""
+    """Returns the items of the driver, NCCL and other processes; arguments as in `plan_engine`."""
     items = []
     if outside:
         why = "context, modules, libraries"
@@ -236,7 +239,7 @@ def _checkpoints(limits: Limits) -> str:
 
 
 def held_elsewhere(memory: DeviceMemory | None) -> list[PlanItem]:
-    """The line of what was taken of the device already, if it was measured."""
+    """Returns an item for the memory of the device that was already taken, if it was measured."""
     if memory is None or not memory.outside:
         return []
     why = "of the device, held outside of this process's arrays: other processes, the driver"
@@ -251,11 +254,12 @@ def advice(
     executables: Mapping[str, ExecutableMemory],
     **beside: Any,
 ) -> tuple[str, ...]:
-    """What would make it fit, as far as one change does, with every row's cache whole.
+    """Returns single changes that would make the plan fit, with the whole cache of every row.
 
     Args:
-        executables: what the plan that does not fit counted, as in `plan_engine`. Smaller steps
-            take no more; where that is too much still, their own bound decides.
+        executables: The memory of the executables in the plan that does not fit, as in
+            `plan_engine`. Smaller steps take no more. If that is still too much, the smaller steps
+            are traced for their own bound.
     """
 
     def left(changed: Limits, known: Mapping[str, ExecutableMemory], of: DeviceMemory) -> bool:
@@ -265,13 +269,13 @@ def advice(
     def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
         if executables and left(changed, executables, of):
             return True
-        # Tracing takes a second, so it comes after what weights and state alone say.
+        # Tracing takes a second, so it comes after the plan of only weights and state.
         return left(changed, {}, of) and left(changed, bounds(changed), of)
 
     traced: dict[Any, dict[str, ExecutableMemory]] = {}
 
     def bounds(changed: Limits) -> dict[str, ExecutableMemory]:
-        """More pages raise no bound, so shares that differ in them alone are traced once."""
+        """Traces limits once, even if they differ in pages, since more pages raise no bound."""
         shape = dataclasses.replace(changed, utilization=None, num_pages=None), changed.table_width
         if shape not in traced:
             traced[shape] = from_shapes(model, changed, params, None)
@@ -280,7 +284,7 @@ def advice(
     found = []
     for larger in larger_shares(limits.utilization):
         of, how = memory, f"utilization {larger:g}"
-        if memory.limit is not None:  # which was given to JAX's allocator when it began
+        if memory.limit is not None:  # JAX's allocator got its limit when it began
             of = dataclasses.replace(memory, limit=int(larger * memory.total))
             how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
         changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
@@ -308,7 +312,7 @@ def advice(
 
 
 def resident_items(model: Model, limits: Limits, params: Any) -> tuple[PlanItem, ...]:
-    """Weights, arena and caches, from arrays or from their shapes."""
+    """Returns the items of weights, rows, arena and caches, from arrays or from their shapes."""
     weights = jax.tree.leaves(params)
     twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
     why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
@@ -325,7 +329,7 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[PlanItem,
 
 
 def rows_item(limits: Limits) -> PlanItem:
-    """The line of what the device keeps of each row between steps."""
+    """Returns the item of the rows' arrays that stay on the device between steps."""
     shapes = row_shapes(limits)
     arrays = {field.name: getattr(shapes, field.name) for field in dataclasses.fields(shapes)}
     parts = tuple(
@@ -337,7 +341,7 @@ def rows_item(limits: Limits) -> PlanItem:
 
 
 def arena_item(specs: Sequence[ArenaSpec], rows: int) -> PlanItem:
-    """The line of the scratch of these ops, overlaid: the largest region of each name is a part."""
+    """Returns the item of these ops' overlaid scratch; its parts are the largest of each name."""
     parts: dict[str, PlanItem] = {}
     for spec in specs:
         for name, region in (*spec.regions, *spec.persistent):

@@ -1,4 +1,4 @@
-"""Parameters on their way into an engine: checked once, then put on its devices and packed."""
+"""Parameters for an engine: checked once, then placed on its devices and packed."""
 
 import dataclasses
 from typing import Any, Self
@@ -16,9 +16,9 @@ class CheckedParams:
     """A model's parameters, or their shapes, for an engine on these devices.
 
     Attributes:
-        given: as the caller has them.
-        packed: the packed parameters, as shapes.
-        sharded: they are over the group already, each GPU's share on its device.
+        given: The parameters in the caller's form.
+        packed: The shapes of the packed parameters.
+        sharded: Whether each GPU's share already lies on its device.
     """
 
     model: Model
@@ -34,12 +34,12 @@ class CheckedParams:
         """Checks parameters.
 
         Args:
-            loaded: refuse shapes, and arrays on a device that is not the engine's.
+            loaded: Whether to refuse shapes, and arrays on a device that is not the engine's.
 
         Raises:
             TypeError: `params` are shapes.
-            ValueError: `params` are neither the model's parameters nor its packed ones, or an array
-                lies on another device: it would be copied in every step.
+            ValueError: `params` are neither the model's parameters nor its packed ones. Or an array
+                lies on another device, so that every step would copy it.
         """
         for path, leaf in jax.tree.leaves_with_path(params) if loaded else ():
             if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -63,12 +63,12 @@ class CheckedParams:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, on each device, of what lies on these devices already: shapes take none."""
+        """The bytes, per device, of the parameters that are already there; shapes take none."""
         arrays = [leaf for leaf in jax.tree.leaves(self.given) if isinstance(leaf, jax.Array)]
         return nbytes_each([leaf for leaf in arrays if leaf.devices() & set(self.devices)])
 
     def place(self) -> tuple[jax.Array, ...]:
-        """The leaves of the packed parameters, on the devices, as the steps take them."""
+        """Returns the leaves of the packed parameters on the devices, as the steps take them."""
         model, devices = self.model, self.devices
         if len(devices) > 1:
             group = DeviceGroup(model.parallel, devices)
@@ -83,7 +83,7 @@ class CheckedParams:
 
 
 def _is_sharded(model: Model, params: Any) -> bool:
-    """Whether each GPU's share lies on its device already."""
+    """Whether each GPU's share already lies on its device."""
     gpus, local = model.parallel.gpus, model.param_shapes()
     if gpus == 1 or str(jax.tree.structure(params)) != str(jax.tree.structure(local)):
         return False

@@ -1,4 +1,4 @@
-"""Warm-up of an engine: the last reading of memory, its state, and two runs of each step."""
+"""The warm-up of an engine: the last measurement of memory, its state, and two runs per step."""
 
 import dataclasses
 import functools
@@ -30,13 +30,13 @@ Allocate = Callable[[], tuple[DecodeState, DeviceBatch]]
 
 
 def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False) -> EngineBuild:
-    """Plans again with what the device has now; fewer pages are found where it has less.
+    """Plans again with the device's current memory. If there is less, the engine gets fewer pages.
 
     Args:
-        ran: whether the steps have run before, so that the driver has what it takes.
+        ran: Whether the steps have run before, so that the driver already has its memory.
 
     Raises:
-        PlanError: it does not fit.
+        PlanError: The plan does not fit.
     """
     compiler, known = prepared.compiler, prepared.known
     if ran:
@@ -53,10 +53,10 @@ def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False
 
 
 def check_room(prepared: EngineBuild, weights: Weights) -> None:
-    """Whether the plan still fits beside what others hold of the device now.
+    """Checks that the plan still fits next to the memory that others hold on the device now.
 
     Raises:
-        PlanError: it does not.
+        PlanError: The plan does not fit.
     """
     plan, memory = prepared.plan, smallest_memory(prepared.devices)
     if memory is None or plan.budget is None:
@@ -73,21 +73,21 @@ def check_room(prepared: EngineBuild, weights: Weights) -> None:
 
 
 def measured_plan(prepared: EngineBuild) -> EngineBuild:
-    """With a plan that says what the driver has taken, since every step has run."""
+    """Returns the build with the measured bytes of the driver in its plan, after all steps ran."""
     memory = smallest_memory(prepared.devices)
     plan = prepared.compiler.measured(prepared.plan, prepared.known, memory)
     return dataclasses.replace(prepared, plan=plan)
 
 
 def allocator(prepared: EngineBuild) -> Allocate:
-    """Allocates state and rows, as often as it is called, without compiling anything again."""
+    """Returns a function that allocates state and rows; it compiles only once."""
     model, limits, steps = prepared.model, prepared.limits, prepared.steps
     group = group_of(model, prepared.devices)
     with PROCESS_STATE.lock((allocator, steps)):
         if steps.allocate is None and group is not None:
             steps.allocate = allocator_over(model, limits, group)
         elif steps.allocate is None:
-            # In one program: to compile one for each array takes half a second.
+            # One program for all arrays, because compiling one per array takes half a second.
             made = jax.jit(lambda: (new_state(model, limits), new_rows(limits)))
             steps.allocate = made.lower().compile()
         return steps.allocate
@@ -96,10 +96,10 @@ def allocator(prepared: EngineBuild) -> Allocate:
 def allocate_state(
     prepared: EngineBuild, weights: Weights, allocate: Allocate
 ) -> tuple[DecodeState, DeviceBatch]:
-    """State and rows, as they were planned, beside which every step has run.
+    """Allocates state and rows as planned, and runs every step on them.
 
     Raises:
-        PlanError: what was allocated is not what was planned.
+        PlanError: The allocated bytes differ from the plan.
     """
     limits, plan = prepared.limits, prepared.plan
     group = group_of(prepared.model, prepared.devices)
@@ -122,9 +122,9 @@ def warm_up(
     rows: DeviceBatch,
     group: DeviceGroup | None = None,
 ) -> tuple[DecodeState, DeviceBatch]:
-    """State and rows after each step has run twice beside them, on padding: nothing is written.
+    """Runs each step twice, on padding, and returns state and rows, to which no step writes.
 
-    The first two runs are special on a GPU: one loads the modules, one records the command
+    On a GPU the first two runs are special: one loads the modules, the other records the command
     buffer.
     """
     for step in all_steps(limits) * 2:

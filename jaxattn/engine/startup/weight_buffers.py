@@ -1,12 +1,13 @@
-"""The weights on an engine's devices: whose buffers they are, and new numbers in their place.
+"""The weights on an engine's devices: the owners of their buffers, and updates in place.
 
-    handed on    `pack` hands most parameters on as they are: the engine reads the caller's array
-                 until an update gives the engine a buffer of its own
-    made         leaves that `pack` makes of small parameters, the engine's own from the beginning
+    handed on    parameters that `pack` does not change, which are most: the engine reads the
+                 caller's array until an update gives the engine a buffer of its own
+    made         leaves that `pack` computes from small parameters; the engine owns them from the
+                 beginning
 
-An update copies each parameter into the engine's own buffer, which is donated to the copy, and
-packs the others by one program that has the earlier leaves donated too. With `share` the engine
-reads the arrays that it is given, and copies none of them.
+An update copies each parameter into the engine's own buffer, which is donated to the copy. One
+program packs the other parameters, with their earlier leaves donated too. With `share` the engine
+reads the given arrays and copies none of them.
 """
 
 import dataclasses
@@ -31,14 +32,14 @@ from jaxattn.models.interface import Model, named_params, param_differences
 
 @dataclasses.dataclass(frozen=True)
 class ParamPlace:
-    """One of the model's parameters, and where the steps have it.
+    """One of the model's parameters, and its place among the steps' arguments.
 
     Attributes:
-        path: in the tree of parameters.
-        whole: its shape in a tree of the whole model.
-        own: over the engine's devices, each GPU's share on its device.
-        leaf: the number of the packed leaf that it is; None where `pack` makes others of it.
-        as_whole: whether the GPUs' shares, one after another, are the whole model's parameter.
+        path: The path in the tree of parameters.
+        whole: The shape in a tree of the whole model.
+        own: The shape over the engine's devices, with each GPU's share on its device.
+        leaf: The index of the packed leaf that equals it; None if `pack` computes others from it.
+        as_whole: Whether concatenating the GPUs' shares gives the whole model's parameter.
     """
 
     name: str
@@ -50,14 +51,14 @@ class ParamPlace:
 
 
 class WeightPrograms:
-    """What copies and packs parameters of a model, compiled for its devices.
+    """The programs that copy and pack a model's parameters, compiled for its devices.
 
     Attributes:
-        places: of each parameter, in the order of the tree.
-        handed_on: those by the numbers of the packed leaves that they are.
-        leaves: the packed leaves, as shapes with their shardings.
-        made: the numbers of those leaves that `pack` makes; empty ones are none of them.
-        needed: the numbers of the parameters that it makes them of.
+        places: The place of each parameter, in the order of the tree.
+        handed_on: The places of unchanged parameters, by the indices of their packed leaves.
+        leaves: The packed leaves, as shapes with their shardings.
+        made: The indices of the non-empty leaves that `pack` computes.
+        needed: The indices of the parameters from which it computes them.
     """
 
     def __init__(self, model: Model, devices: tuple[jax.Device, ...]):
@@ -95,11 +96,11 @@ class WeightPrograms:
         self.handed_on = {each.leaf: each for each in self.places if each.leaf is not None}
         self._tree = jax.tree.structure(shapes)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self._lock = threading.Lock()  # of two engines one compiles
+        self._lock = threading.Lock()  # so that only one of two engines compiles
 
     @classmethod
     def of(cls, model: Model, devices: tuple[jax.Device, ...]) -> Self:
-        """Those of an engine that had the same model and devices, or new ones."""
+        """Returns the programs of this model and these devices, shared by all engines."""
         known = PROCESS_STATE.weight_programs
         with PROCESS_STATE.lock((WeightPrograms, model, devices)):
             if (model, devices) not in known:
@@ -110,11 +111,11 @@ class WeightPrograms:
         return len(self._compiled)
 
     def is_own(self, place: ParamPlace, given: Any) -> bool:
-        """Whether a parameter lies as the engine has it."""
+        """Whether a parameter has the engine's own sharding and layout."""
         own = place.own
         if given.shape != own.shape:
             return False
-        # A trainer's shards may lie where the engine's do, and hold other columns.
+        # A trainer's shards may have the engine's sharding but hold other columns.
         same = given.sharding.is_equivalent_to(own.sharding, own.ndim)
         return same and (place.as_whole or given.sharding == own.sharding)
 
@@ -125,16 +126,16 @@ class WeightPrograms:
         return jaxpr.outvars == jaxpr.invars
 
     def compiled(self, place: ParamPlace, given: Any, *, donates: bool = True) -> bool:
-        """Whether `program` has to compile nothing."""
+        """Whether `program` has nothing to compile."""
         return self._key(place, given, donates) in self._compiled
 
     def program(
         self, place: ParamPlace, given: Any, *, donates: bool = True
     ) -> Callable[..., jax.Array]:
-        """(the engine's buffer, the parameter as it is given) -> the parameter, in that buffer.
+        """Returns a program (the engine's buffer, the given parameter) -> that buffer, updated.
 
         Args:
-            donates: False: (the parameter as it is given) -> the parameter, in a new buffer.
+            donates: If False, the program is (the given parameter) -> a new buffer.
         """
         key = self._key(place, given, donates)
         with self._lock:
@@ -161,7 +162,7 @@ class WeightPrograms:
         return own if self.is_own(place, given) else (*own, place.name, given.sharding)
 
     def pack(self) -> Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]:
-        """(the leaves of `made`, donated; the parameters of `needed`) -> the leaves of `made`."""
+        """Returns a program (leaves of `made`, donated; parameters of `needed`) -> new leaves."""
         with self._lock:
             return self._pack()
 
@@ -186,9 +187,9 @@ class WeightPrograms:
         return self._compiled["pack"]
 
     def _packed(self, needed: list[jax.Array]) -> list[jax.Array]:
-        """The leaves of `made`, on one device."""
+        """Computes the leaves of `made`, on one device."""
         shapes = jax.tree.leaves(self.model.param_shapes())
-        # Of the others nothing is read, so no program has them.
+        # Nothing reads the other parameters, so the compiled program contains none of them.
         leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for number, leaf in zip(self.needed, needed, strict=True):
             leaves[number] = leaf
@@ -196,7 +197,7 @@ class WeightPrograms:
         return [packed[number] for number in self.made]
 
     def arriving(self, place: ParamPlace, leaf: Any) -> "ArrivingParam":
-        """A parameter as it is given; from other devices a copy will come to the engine's."""
+        """Describes a given parameter. One on other devices will be copied to the engine's."""
         where: Sharding = self._alone
         if self.group is not None:
             where = self.group.sharding(PartitionSpec())
@@ -213,12 +214,12 @@ class WeightPrograms:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrivingParam:
-    """A parameter that an update is given.
+    """A parameter that was given to an update.
 
     Attributes:
-        given: as the caller has it.
-        shape: with its sharding over the engine's devices.
-        there: whether it lies on them.
+        given: The array in the caller's form.
+        shape: The shape with its sharding over the engine's devices.
+        there: Whether the array already lies on these devices.
     """
 
     place: ParamPlace
@@ -227,7 +228,7 @@ class ArrivingParam:
     there: bool
 
     def array(self) -> jax.Array:
-        """On the engine's devices."""
+        """Returns the array on the engine's devices."""
         return self.given if self.there else jax.device_put(self.given, self.shape.sharding)
 
 
@@ -235,17 +236,17 @@ class WeightBuffers:
     """The leaves of packed parameters as the steps take them.
 
     Attributes:
-        programs: that write to them.
-        owned: whether nobody else has the buffer of a leaf, so that an update may write there.
-        version: how many updates there were.
-        torn: an update began and did not end: some leaves are new and others are not.
-        watched: whether leaves may be gone, since an update shared them or they were released.
+        programs: The programs that write to the leaves.
+        owned: Whether only the engine has each leaf's buffer, so that an update may write to it.
+        version: The number of updates so far.
+        torn: Whether an update failed midway, so that some leaves are new and others are not.
+        watched: Whether leaves may be gone, because an update shared them or they were released.
     """
 
     def __init__(self, params: CheckedParams):
         self.programs = WeightPrograms.of(params.model, params.devices)
         self._leaves = list(params.place())
-        # An array over several devices may have a buffer of the caller's on one of them.
+        # An array over several devices may share the caller's buffer on only one of them.
         given = set[tuple[jax.Device, int]]().union(*map(_buffers, jax.tree.leaves(params.given)))
         self.owned = [given.isdisjoint(_buffers(leaf)) for leaf in self._leaves]
         self.version, self.torn, self.watched = 0, False, False
@@ -258,15 +259,15 @@ class WeightBuffers:
 
     @property
     def gone(self) -> bool:
-        """Whether `leaves` raises."""
+        """Whether `leaves` raises an error."""
         return self.torn or any(leaf.is_deleted() for leaf in self._leaves)
 
     @property
     def leaves(self) -> tuple[jax.Array, ...]:
-        """What the steps read.
+        """The leaves that the steps read.
 
         Raises:
-            RuntimeError: some of them are gone; the message says why.
+            RuntimeError: Some leaves are gone; the message says why.
         """
         if self.torn:
             raise RuntimeError(
@@ -284,14 +285,14 @@ class WeightBuffers:
     def check(
         self, params: Any, *, strict: bool = False, shapes: bool = False
     ) -> list[ArrivingParam]:
-        """The parameters in the order of the model's. Nothing is changed.
+        """Returns the parameters in the model's order, without changing anything.
 
         Args:
-            strict: refuse what needs a program that is not compiled.
-            shapes: take shapes in the place of arrays.
+            strict: Whether to refuse parameters that need a program that is not compiled.
+            shapes: Whether to accept shapes instead of arrays.
 
         Raises:
-            ValueError: they are others than the model's; all differences are named.
+            ValueError: The parameters differ from the model's; the message names all differences.
         """
         found, programs = named_params(params), self.programs
         wrong = param_differences(
@@ -319,7 +320,7 @@ class WeightBuffers:
         return arriving
 
     def compile(self, arriving: Sequence[ArrivingParam]) -> None:
-        """Compiles what these need and is not compiled yet."""
+        """Compiles the programs that these parameters need, unless they are compiled."""
         for each in arriving:
             for donates in self._uncompiled(each):
                 self.programs.program(each.place, each.shape, donates=donates)
@@ -327,27 +328,28 @@ class WeightBuffers:
             self.programs.pack()
 
     def compile_own(self) -> None:
-        """Compiles what parameters need that lie as those which it was made of."""
-        places = self.programs.places  # by other names they were packed: they lie as the engine's
+        """Compiles the programs for parameters with the shardings of the original ones."""
+        # Packed parameters have other names, and already the engine's shardings.
+        places = self.programs.places
         given = [self._made_of.get(each.name, each.own) for each in places]
         self.compile([self.programs.arriving(*each) for each in zip(places, given, strict=True)])
 
     def _uncompiled(self, each: ArrivingParam) -> list[bool]:
-        """The programs (`donates`) that a parameter needs, now and in later updates."""
+        """Returns the programs (`donates`) to compile for a parameter, also for later updates."""
         programs, place = self.programs, each.place
         own = programs.is_own(place, each.shape)
         if place.leaf is None:
             wanted = [] if own else [False]
-        else:  # an array that lies as the engine's is copied into a new buffer without a program
+        else:  # an array with the engine's sharding is copied into a new buffer without a program
             there = self.owned[place.leaf] and not self._leaves[place.leaf].is_deleted()
             wanted = [True] if own or there else [False, True]
         return [x for x in wanted if not programs.compiled(place, each.shape, donates=x)]
 
     def update(self, arriving: Sequence[ArrivingParam], *, share: bool) -> None:
-        """New numbers in the place of the leaves, of what `compile` has compiled for.
+        """Writes new weights into the leaves, with the programs that `compile` has compiled.
 
         Args:
-            share: read the arrays that lie as the engine's do, in the place of copies.
+            share: Whether to use arrays with the engine's sharding directly, without a copy.
         """
         programs, needed = self.programs, {}
         self.torn = self.watched = True
@@ -365,8 +367,10 @@ class WeightBuffers:
         self.version += 1
 
     def delete(self) -> int:
-        """Gives back the memory that is the engine's own: how many bytes of each device. `update`
-        has to bring weights again."""
+        """Frees the engine's own buffers and returns their bytes per device.
+
+        `update` must supply weights again.
+        """
         both = zip(self._leaves, self.owned, strict=True)
         own = [leaf for leaf, owned in both if owned and leaf.size and not leaf.is_deleted()]
         freed = nbytes_each(own)
@@ -376,7 +380,7 @@ class WeightBuffers:
         return freed
 
     def _written(self, each: ArrivingParam, *, share: bool) -> jax.Array:
-        """A parameter over the engine's devices, in its leaf if it has one."""
+        """Writes a parameter into its leaf, if it has one. Returns it over the engine's devices."""
         programs, place = self.programs, each.place
         own, leaf = programs.is_own(place, each.shape), place.leaf
         if leaf is None:
@@ -398,7 +402,7 @@ class WeightBuffers:
         return new
 
     def _donor(self, number: int) -> jax.Array:
-        """The buffer of a leaf that `pack` makes."""
+        """Returns the buffer to donate for a leaf that `pack` computes."""
         leaf = self._leaves[number]
         if self.owned[number] and not leaf.is_deleted():
             return leaf
@@ -407,14 +411,14 @@ class WeightBuffers:
 
 
 def _buffers(leaf: Any) -> set[tuple[jax.Device, int]]:
-    """Where the numbers of an array lie: the device and the address of each part."""
+    """Returns the device and the address of each shard of an array."""
     if not isinstance(leaf, jax.Array) or not leaf.size:
         return set()
     return {(each.device, each.data.unsafe_buffer_pointer()) for each in leaf.addressable_shards}
 
 
 def _needed(jaxpr: Any, outputs: set[int]) -> set[int]:
-    """The numbers of the arguments that some of a program's results depend on."""
+    """Returns the indices of the arguments on which these outputs depend."""
     wanted = {jaxpr.outvars[number] for number in outputs}
     for equation in reversed(jaxpr.eqns):
         used = {n for n, var in enumerate(equation.outvars) if var in wanted}

@@ -1,1 +1,1 @@
-"""The compiled steps: the device batch, and what each executable takes and returns."""
+"""The compiled steps: the rows on the device, and the arguments and results of each executable."""

@@ -1,4 +1,4 @@
-"""The steps that update what the device holds of rows: new rows and pages, histories, states."""
+"""The steps that update the rows on the device: new rows and pages, histories, and states."""
 
 import dataclasses
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from jaxattn.models.interface import Model
 
 @dataclasses.dataclass(frozen=True)
 class BatchUpdateStep(EngineStep):
-    """Rows that come, and pages."""
+    """Writes new rows and new pages into the rows on the device."""
 
     def __str__(self) -> str:
         return "update of rows"
@@ -46,7 +46,7 @@ class BatchUpdateStep(EngineStep):
 
 @dataclasses.dataclass(frozen=True)
 class HistoryAppendStep(BatchUpdateStep):
-    """The tokens of a prefill step, for the histories of its rows."""
+    """Writes the tokens of a prefill step into the histories of their rows."""
 
     tokens: int
 
@@ -65,7 +65,7 @@ class HistoryAppendStep(BatchUpdateStep):
 
 @dataclasses.dataclass(frozen=True)
 class StateCopyStep(EngineStep):
-    """The states of one slot, to another: int32 [2], from and to."""
+    """Copies the states of one slot to another: int32 [2], from and to."""
 
     def __str__(self) -> str:
         return "copy of states"

@@ -1,16 +1,16 @@
-"""The batch on the device: the state of each row between steps, so that no step waits for the host.
+"""The rows on the device: their state between steps, so that no step waits for the host.
 
-    cursor     the last token, how many tokens are cached, and whether the row goes on
-    controls   its slot, where it ends, how it samples, its stop tokens
-    tables     its pages
+    cursor     the last token, the number of cached tokens, and whether the row is active
+    controls   the slot, the last position, the sampling parameters, the stop tokens
+    tables     the pages
 
-A decode step reads its rows from here, and sampling advances them (`advance`): a row that draws a
-stop token or reaches its limit is frozen there and then, and is padding in the steps that follow.
-The host changes rows by `update` alone, when they come or grow; a row that leaves is no longer
-among the places of a step.
+A decode step reads its rows from these arrays, and sampling advances them (`advance`). A row that
+draws a stop token or reaches its limit becomes inactive at once, and is padding in later steps. The
+host changes rows only by `update`, when they join or grow. A row that leaves is no longer among the
+places of a step.
 
-Places say which rows a step is for: int32 [b], -1 is padding. All arrays are donated to the steps
-that change them.
+The places of a step are the indices of its rows: int32 [b], with -1 as padding. Steps that change
+the arrays get them as donated arguments.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxattn.engine.requests.request import MOST_BIASES
 from jaxattn.engine.sampling.sampler import SamplingBatch
 from jaxattn.models.interface import DecodeBatch
 
-# Stop tokens that the device knows; it learns of a row's others one step late.
+# The number of stop tokens that the device checks; the host checks a row's others one step late.
 STOPS = 8
 INTEGERS = ("slot", "last", "prompt", "replayed", "top_k", "seed")
 NUMBERS = (
@@ -41,7 +41,7 @@ CONTROLS = len(INTEGERS) + len(NUMBERS) + STOPS
 
 
 class RowCursor(NamedTuple):
-    """Columns of `DeviceBatch.cursor`."""
+    """The columns of `DeviceBatch.cursor`."""
 
     token: Array
     length: Array
@@ -54,15 +54,15 @@ class DeviceBatch:
     """The rows of an engine.
 
     Attributes:
-        cursor: int32 [B, 3]: the last token, which is not cached yet; tokens that are cached;
-            1 while the row goes on.
-        controls: int32 [B, 21]: INTEGERS, the bits of NUMBERS, stop tokens (-1 is none). `last` is
-            where the last token stands that the row may generate, `prompt` where its first does.
-            Tokens before `replayed` are known: they are in the history.
-        biases: int32 [B, 2, 300]: tokens (2**31 - 1 is none), and the bits of what is added.
-        tables: int32 [B, M]: the pages of the row.
-        history: int32 [B, max_model_len]: its tokens, of rows with penalties or a replay alone
-            unless rows speculate.
+        cursor: int32 [B, 3]: the last token, which is not cached yet; the number of cached tokens;
+            1 while the row is active.
+        controls: int32 [B, 21]: INTEGERS, the bits of NUMBERS, stop tokens (-1 for none). `last` is
+            the position of the last token that the row may generate, and `prompt` that of the first
+            one. The history holds the known tokens before position `replayed`.
+        biases: int32 [B, 2, 300]: tokens (2**31 - 1 for none), and the bits of their biases.
+        tables: int32 [B, M]: the block tables.
+        history: int32 [B, max_model_len]: the tokens of rows with penalties or a replay; of all
+            rows if the engine speculates.
     """
 
     cursor: Int[Array, "B 3"]
@@ -75,11 +75,11 @@ class DeviceBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowIndices:
-    """The batch of a decode step: which rows.
+    """The batch of a decode step, as indices of rows.
 
     Attributes:
-        rows: of the engine; read, not donated.
-        places: int32 [b].
+        rows: The rows of the engine, which the step only reads.
+        places: int32 [b], the indices of the step's rows.
     """
 
     rows: DeviceBatch
@@ -87,7 +87,7 @@ class RowIndices:
 
 
 def shapes(batch: int, width: int, longest: int) -> DeviceBatch:
-    """The rows of an engine, as shapes."""
+    """Returns the shapes of an engine's rows."""
 
     def int32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((batch, *shape), jnp.int32)
@@ -97,7 +97,7 @@ def shapes(batch: int, width: int, longest: int) -> DeviceBatch:
 
 
 class RowView(NamedTuple):
-    """Rows at places, gathered. What a padding place reads is 0."""
+    """The rows at some places, gathered. A padding place reads 0."""
 
     at: Int[Array, "b"]
     cursor: RowCursor
@@ -126,7 +126,7 @@ class RowView(NamedTuple):
 
 
 def read(rows: DeviceBatch, places: Int[Array, "b"]) -> RowView:
-    """The rows at these places; those of padding are behind the last row, where nothing is."""
+    """Gathers the rows at these places. Padding reads past the last row, which gives zeros."""
     at = jnp.where(places < 0, len(rows.cursor), places)
     arrays = (rows.cursor, rows.controls)
     cursor, controls = (x.at[at].get(mode="fill", fill_value=0) for x in arrays)
@@ -134,7 +134,7 @@ def read(rows: DeviceBatch, places: Int[Array, "b"]) -> RowView:
 
 
 def decode_batch(batch: RowIndices) -> DecodeBatch:
-    """What the model decodes: the last token of each row that goes on, padding for the others."""
+    """Returns the model's batch: the last token of each active row, and padding for the others."""
     found = read(batch.rows, batch.places)
     active = found.cursor.active > 0
     tables = batch.rows.tables.at[found.at].get(mode="fill", fill_value=0)
@@ -146,18 +146,18 @@ def decode_batch(batch: RowIndices) -> DecodeBatch:
     )
 
 
-# --- what the host sends
+# --- updates from the host
 
 
 class BatchUpdateSize(NamedTuple):
-    """How many rows and pages one `update` takes."""
+    """The number of rows and pages of one `update`."""
 
     joins: int
     pages: int
 
     @property
     def width(self) -> int:
-        """Of a joining row: its place, its length, controls and biases."""
+        """The values per joining row: its place, its length, controls and biases."""
         return 2 + CONTROLS + 2 * MOST_BIASES
 
     @property
@@ -166,12 +166,12 @@ class BatchUpdateSize(NamedTuple):
 
 
 def packed(batch: int) -> BatchUpdateSize:
-    """Of an engine of so many rows: what comes in one round, but for bursts."""
+    """Returns the size of an update, enough for one round of an engine except for bursts."""
     return BatchUpdateSize(joins=min(batch, 8), pages=max(batch, 64))
 
 
 def update(rows: DeviceBatch, sent: Int[Array, "n"]) -> DeviceBatch:
-    """Rows that join, and pages: (row, column, page). A place of B is none."""
+    """Adds joining rows, and pages as (row, column, page). Updates of row B have no effect."""
     size = packed(len(rows.cursor))
     joins = sent[: size.joins * size.width].reshape(size.joins, size.width)
     pages = sent[size.joins * size.width :].reshape(size.pages, 3)

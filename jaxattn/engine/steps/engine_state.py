@@ -12,18 +12,18 @@ from jaxattn.models.interface import Model, init_state, overlaid
 
 
 def recurrent(model: Model) -> bool:
-    """Whether rows have states in slots, beside their pages."""
+    """Whether rows have recurrent states in slots, in addition to their pages."""
     one, two = (CacheSize(pages=1, slots=slots) for slots in (1, 2))
     return any(cache.shapes(one) != cache.shapes(two) for cache in model.caches if cache.recurrent)
 
 
 def row_shapes(limits: Limits) -> DeviceBatch:
-    """The rows of an engine, as shapes."""
+    """Returns the shapes of an engine's rows."""
     return device_rows.shapes(limits.batch, limits.table_width, limits.max_model_len)
 
 
 def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
-    """The scratch of every op of every decode step; a small batch can ask for more than a large."""
+    """Returns the scratch of every op of all decode steps; a small batch may need the most."""
     return tuple(
         spec
         for tokens in sorted({*limits.q_lens, limits.step_tokens}, reverse=True)
@@ -33,12 +33,12 @@ def op_specs(model: Model, limits: Limits, width: int) -> tuple[ArenaSpec, ...]:
 
 
 def arena_spec(model: Model, limits: Limits, width: int) -> ArenaSpec:
-    """The arena that serves them all."""
+    """Returns the arena that serves all of these ops."""
     return overlaid(op_specs(model, limits, width))
 
 
 def cache_size(limits: Limits) -> CacheSize:
-    """What the caches of an engine are made for."""
+    """Returns the size of an engine's caches."""
     beside = kept_checkpoints(limits) + limits.batch * limits.speculate
     return CacheSize(
         pages=limits.pages,
@@ -49,15 +49,15 @@ def cache_size(limits: Limits) -> CacheSize:
 
 
 def kept_checkpoints(limits: Limits) -> int:
-    """Slots for the states of prefixes; behind them are those that drafts take."""
+    """Returns the number of checkpoint slots; the slots of drafts come after them."""
     return limits.checkpoints if limits.prefix_cache else 0
 
 
 def new_state(model: Model, limits: Limits) -> DecodeState:
-    """The state of one device of an engine; under `jax.eval_shape`, its shapes."""
+    """Allocates the state of one device; under `jax.eval_shape`, returns its shapes."""
     return init_state(model, cache_size(limits), arena_spec(model, limits, limits.table_width))
 
 
 def new_rows(limits: Limits) -> DeviceBatch:
-    """Rows of which none has come yet."""
+    """Allocates rows, all of them empty."""
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), row_shapes(limits))

@@ -1,8 +1,8 @@
-"""The steps that run the model: prefill beside rows that decode, decode, and rounds of decoding.
+"""The steps that run the model: prefill with decoding rows, decode, and fused decode rounds.
 
-Prefill gives (logits, state, hidden): what the head reads of each token of prompts, [N, hidden],
-comes last, so that no donated buffer of its shape is given to it. `ScoreStep` makes
-log-probabilities of it.
+Prefill returns (logits, state, hidden). `hidden` [N, hidden] is the head's input for each prompt
+token, from which `ScoreStep` computes log-probabilities. It comes last, so that JAX does not give a
+donated buffer of the same shape to it.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, Model
 from jaxattn.parallel import local_shard
 
-# Levels that a decode step has in one executable with it. Each is one more compilation of the
-# model, and what the others do to logits takes longer than a second call.
+# The sampling modes that share an executable with decode. Each of them compiles the model once
+# more. Other modes take longer than a second call, so that fusing them saves little.
 FUSED = (SamplingMode.GREEDY, SamplingMode.DRAWS)
 
 
@@ -39,8 +39,8 @@ class ModelStep(EngineStep):
     """A step of the model.
 
     Attributes:
-        kind: "decode" of `rows` rows with `tokens` tokens each; or "prefill" of `tokens` tokens of
-            prompts, beside which so many rows may decode a token each.
+        kind: "decode" for a step of `rows` rows with `tokens` tokens each, or "prefill" for a step
+            of `tokens` prompt tokens, in which up to `rows` rows decode a token each.
     """
 
     kind: str
@@ -57,16 +57,16 @@ class ModelStep(EngineStep):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether its batch is made of the rows on the device."""
+        """Whether the step builds its batch from the rows on the device."""
         return self.kind == "prefill" or self.tokens == 1
 
     @property
     def size(self) -> int:
-        """Its tokens, of prompts those of a data group."""
+        """The number of tokens; prompt tokens count per data group."""
         return self.rows + self.tokens if self.kind == "prefill" else self.rows * self.tokens
 
     def step(self, model: Model, limits: Limits) -> Callable:
-        """(params, state, batch) -> (logits, state), of prefill (logits, state, hidden)."""
+        """Returns (params, state, batch) -> (logits, state); for prefill also hidden."""
         if self.kind == "prefill":
             layout = PromptLayout.of(limits, self.tokens)
             read = _prefill_pairs if limits.uses_draft_head else _prefill
@@ -84,7 +84,7 @@ class ModelStep(EngineStep):
         return of_leaves
 
     def batch_shapes(self, limits: Limits) -> Any:
-        """Its batch, as shapes."""
+        """Returns the shapes of the step's batch."""
         width = limits.table_width
         if self.reads_rows:
             return RowIndices(row_shapes(limits), self.given_shape(limits))
@@ -96,7 +96,7 @@ class ModelStep(EngineStep):
         return tuple(jax.tree.leaves(params)), state, self.batch_shapes(limits)
 
     def given_shape(self, limits: Limits) -> Any:
-        """Of what comes with the call, beside the rows on the device."""
+        """Returns the shape of the argument from the host, next to the rows on the device."""
         if self.kind == "prefill":
             return int32(*PromptLayout.of(limits, self.tokens).shape)
         return int32(self.rows)
@@ -117,7 +117,7 @@ class ModelStep(EngineStep):
         self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
         batch = given
-        if self.reads_rows:  # prompts come from the host with each call, places stay there
+        if self.reads_rows:  # the host sends prompts with each call, but places stay on the device
             batch = RowIndices(rows, given if self.kind == "prefill" else on_device(given))
         told, state, *_ = executable(weights, state, batch)
         return state, rows, told
@@ -125,10 +125,10 @@ class ModelStep(EngineStep):
 
 @dataclasses.dataclass(frozen=True)
 class FusedDecodeStep(EngineStep):
-    """A decode step of one token, and the sampling of its `rows` rows at a level behind it.
+    """A decode step of one token, and the sampling of its `rows` rows in the same executable.
 
     Attributes:
-        decode: the first half of it.
+        decode: The decode half of the step.
     """
 
     rows: int
@@ -147,12 +147,12 @@ class FusedDecodeStep(EngineStep):
         return self.behind(self.decode.function(model, limits, tree), limits)
 
     def behind(self, decode: Callable, limits: Limits) -> Callable:
-        """(weights, (state, rows), places) -> ((state, rows), what `advance` tells)."""
+        """Returns (weights, (state, rows), places) -> ((state, rows), the result of `advance`)."""
 
         def both(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             state, rows = held
             logits, state = decode(weights, state, RowIndices(rows, places), **options)
-            # Without the barrier XLA may sample of logits that it has not rounded.
+            # Without the barrier XLA may sample from logits that it has not rounded.
             logits = lax.optimization_barrier(logits)
             rows, told = advance(rows, logits, places, level=self.level, remembers=remembers)
             return (state, rows), told
@@ -179,10 +179,10 @@ class FusedDecodeStep(EngineStep):
 
 @dataclasses.dataclass(frozen=True)
 class MultiStepDecode(FusedDecodeStep):
-    """Several rounds, one after another in one call. A row that ends is padding from there on.
+    """Several fused decode steps in one call. A row that ends is padding in the remaining steps.
 
     Attributes:
-        steps: how many.
+        steps: The number of steps.
     """
 
     steps: int
@@ -191,7 +191,7 @@ class MultiStepDecode(FusedDecodeStep):
         return f"{self.steps} rounds of {self.rows} rows: {self.level}"
 
     def behind(self, decode: Callable, limits: Limits) -> Callable:
-        """As of one round, but it tells of each: int32 [steps, b, 2]."""
+        """Like `FusedDecodeStep.behind`, with the results of all steps: int32 [steps, b, 2]."""
         one = super().behind(decode, limits)
 
         def several(weights: Any, held: Any, places: Any, **options: Any) -> Any:
@@ -232,27 +232,30 @@ class SpeculativeDecodeStep(FusedDecodeStep):
 
 
 def fused_levels(limits: Limits, steps: int = 1, drafts: bool = True) -> tuple[SamplingMode, ...]:
-    """Levels that a round of so many decode steps samples in its own executable. None where bits
-    must not depend on how other rows sample: XLA may round otherwise in each executable.
+    """Returns the sampling modes that have a fused executable of `steps` decode steps.
+
+    In exact mode there are none: XLA may round differently in each executable, and a row's bits
+    must not depend on how other rows sample.
 
     Args:
-        drafts: of the rounds with drafts, where rows speculate.
+        steps: The number of decode steps per call.
+        drafts: Whether to return the modes of steps with drafts, in an engine that speculates.
     """
     if limits.reproducible:
         return ()
     if limits.speculate and drafts:
         return *FUSED, SamplingMode.CONTROLS
-    # Where most steps come several at a time, one executable serves the others.
+    # If most calls run several steps, one executable is enough for the single steps.
     return FUSED if steps == limits.round_steps else (SamplingMode.DRAWS,)
 
 
 def round_of(
     limits: Limits, rows: int, level: SamplingMode, steps: int = 1, drafts: bool = True
 ) -> FusedDecodeStep | None:
-    """The step of a round of rows that need a level; None where it is no step of its own.
+    """Returns the fused step for rows that need this mode; None if decode and sampling are two.
 
     Args:
-        drafts: with drafts, where rows speculate.
+        drafts: Whether the step uses drafts, in an engine that speculates.
     """
     found = [fused for fused in fused_levels(limits, steps, drafts) if fused >= level]
     if not found:
@@ -263,7 +266,7 @@ def round_of(
 
 
 def rounds(limits: Limits, rows: int) -> tuple[FusedDecodeStep, ...]:
-    """Every round of so many rows."""
+    """Returns every fused step of this number of rows."""
     found = {
         round_of(limits, rows, level, steps, drafts): None
         for drafts in ((True, False) if limits.uses_draft_head else (True,))
@@ -282,7 +285,7 @@ def _prefill(
     batch: RowIndices,
     **options: Any,
 ) -> Any:
-    """Logits of all rows: those that decode, and those of prompts."""
+    """Computes the logits of all rows: those that decode, and those of prompts."""
     own = layout.unpack(local_shard(batch.places, model.parallel, "data")[0])
     rows = decode_batch(RowIndices(batch.rows, own.decoding)) if mixes else None
     return model.mixed(params, state, own.prompts, rows, own.sources, **options)
@@ -297,7 +300,7 @@ def _prefill_pairs(
     batch: RowIndices,
     **options: Any,
 ) -> Any:
-    """As `_prefill`, and the draft head reads what the step does."""
+    """Like `_prefill`; the draft head reads the same tokens."""
     own = layout.unpack(batch.places[0])
     rows = None
     if mixes:
@@ -318,7 +321,7 @@ def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options:
 
 
 def _decode_pairs(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:
-    """As `_decode`, and what the draft head reads next is kept."""
+    """Like `_decode`; the state keeps the draft head's next input."""
     logits, state, hidden = model.decode_each(params, state, decode_batch(batch), **options)
     return logits[:, -1], draft_head.keep(state, batch.places, hidden[:, -1])
 
@@ -330,10 +333,10 @@ def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **o
 def _looked_up(
     params: Any, state: Any, rows: DeviceBatch, places: Any, *sizes: int, **options: Any
 ) -> tuple[DraftTokens, Any]:
-    """Drafts by prompt lookup, which asks no model."""
+    """Drafts by prompt lookup, which needs no model."""
     return draft(rows, places, *sizes), state
 
 
 def _own_rows[Batch](model: Model, batch: Batch) -> Batch:
-    """The rows of this device's data group; on one device, all."""
+    """Returns the rows of this device's data group; all rows on one device."""
     return jax.tree.map(lambda x: local_shard(x, model.parallel, "data"), batch)

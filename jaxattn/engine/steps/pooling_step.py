@@ -1,7 +1,7 @@
-"""Sums of tokens' hidden states, of what a prefill step gave for the head: embeddings of prompts.
+"""Embeddings of prompts: sums of the hidden states that a prefill step returned for the head.
 
-The mean of a prompt is the sum of its chunks' sums, divided on the host by its tokens. Its last
-token is a sum of one.
+The host adds the sums of a prompt's chunks and divides by its tokens. The sum of a last token has
+one term.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from jaxattn.engine.steps.score_step import Head, HiddenStep
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.interface import Model
 
-RANGES = 8  # of a call
+RANGES = 8  # ranges per call
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolingStep(HiddenStep):
-    """Sums behind a prefill step of so many tokens, and needs no head: `told` is float32
+    """Sums ranges of a prefill step's hidden states. It needs no head: `told` is float32
     [8, hidden].
 
-    `wanted` is int32 [8, 2]: a range of places among the step's tokens, the second one behind it.
+    `wanted` is int32 [8, 2]: ranges of the step's tokens, as begin and end.
     """
 
     @classmethod
     def of(cls, limits: Limits, tokens: int) -> Self:
-        """Behind a prefill step of so many tokens of each data group."""
+        """Returns the step that follows a prefill step of `tokens` tokens per data group."""
         return cls(limits.groups * tokens)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class PoolingStep(HiddenStep):
 
 
 def wanted_ranges(ranges: Sequence[tuple[int, int]]) -> list[Int[np.ndarray, "8 2"]]:
-    """`wanted` of as many calls as these ranges need; what is left of the last one is empty."""
+    """Returns the `wanted` arrays of all calls; unused ranges of the last one are empty."""
     found = []
     for first in range(0, len(ranges), RANGES):
         own = ranges[first : first + RANGES]
@@ -59,7 +59,7 @@ def wanted_ranges(ranges: Sequence[tuple[int, int]]) -> list[Int[np.ndarray, "8 
 def _sums(
     hidden: Float[Array, "N hidden"], weights: object, wanted: Int[Array, "8 2"]
 ) -> tuple[Float[Array, "N hidden"], Float[Array, "8 hidden"]]:
-    """(`hidden` as it was, the float32 sum of each range)."""
+    """Returns (`hidden` unchanged, the float32 sum of each range)."""
     place = jnp.arange(len(hidden))
     inside = (wanted[:, :1] <= place) & (place < wanted[:, 1:])
     sums = jnp.dot(

@@ -1,7 +1,7 @@
-"""The packed array that a step with prompts is given, in one copy from the host.
+"""The packed input of a step with prompts, which one copy brings to the device.
 
-Of each data group: what its prompts' rows are, their pages, the row of each line of tokens, the
-tokens, and of each line of logits whose they are.
+For each data group it has the prompts' rows, their pages, the row of each line of tokens, the
+tokens, and the row and source of each line of logits.
 """
 
 import dataclasses
@@ -15,18 +15,19 @@ from jaxtyping import Array, Int
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.interface import PrefillBatch
 
-# Of a prompt's row, before its pages: new tokens, length after them, slot, place, next token.
+# The numbers of a prompt's row before its pages: new tokens, length after them, slot, place, next
+# token.
 HEAD = 5
 
 
 class PromptChunk(NamedTuple):
-    """What a step reads of one row.
+    """The prompt tokens that a step reads of one row.
 
     Attributes:
-        length: of the row, after the tokens.
-        place: in the rows on the device, if its history is kept; otherwise -1.
-        pages: int32 [M].
-        following: the prompt's token behind these; -1 where they end it.
+        length: The length of the row after these tokens.
+        place: The index of the row on the device, if it keeps a history; otherwise -1.
+        pages: int32 [M], the row's block table.
+        following: The prompt's next token after these; -1 if the prompt ends with them.
     """
 
     tokens: Sequence[int]
@@ -38,13 +39,13 @@ class PromptChunk(NamedTuple):
 
 
 class PackedPrompts(NamedTuple):
-    """What a data group's part of the array holds.
+    """The unpacked part of a data group.
 
     Attributes:
-        histories: int32 [B], where the history of each prompt's row is kept; -1 where it is not.
-        places: int32 [b], the row of each line of logits; -1 is none.
-        sources: int32 [b], the prompt that the line is of; -1 is the row that decodes.
-        following: int32 [B], the token behind each prompt's piece; -1 where it ends the prompt.
+        histories: int32 [B], the row that keeps each prompt's history; -1 for none.
+        places: int32 [b], the row of each line of logits; -1 for none.
+        sources: int32 [b], the prompt of each line of logits; -1 for a row that decodes.
+        following: int32 [B], the token after each prompt's piece; -1 if the prompt ends with it.
     """
 
     prompts: PrefillBatch
@@ -55,20 +56,20 @@ class PackedPrompts(NamedTuple):
 
     @property
     def decoding(self) -> Array:
-        """Places of the rows that decode, by line of logits; -1 of other lines."""
+        """The decoding row of each line of logits; -1 for other lines."""
         return jnp.where(self.sources < 0, self.places, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptLayout:
-    """Where things are in the array [groups, n]; sizes are of a data group.
+    """The layout of the packed array [groups, n]; sizes are per data group.
 
     Attributes:
-        rows: prompts.
-        lines: of tokens, `line` in each.
-        width: pages of a row.
-        logits: lines of logits.
-        one_each: whether every line has a row of its own, as lines as long as a chunk have.
+        rows: The number of prompts.
+        lines: The number of lines of tokens, of `line` tokens each.
+        width: The number of pages per row.
+        logits: The number of lines of logits.
+        one_each: Whether each line has a row of its own, because no chunk is longer than a line.
     """
 
     groups: int
@@ -81,7 +82,7 @@ class PromptLayout:
 
     @classmethod
     def of(cls, limits: Limits, tokens: int) -> Self:
-        """Of a step with so many prompt tokens of each data group."""
+        """Returns the layout of a step with `tokens` prompt tokens per data group."""
         lines = tokens // limits.line_tokens
         return cls(
             groups=limits.groups,
@@ -95,11 +96,11 @@ class PromptLayout:
 
     @property
     def tokens(self) -> int:
-        """Of all data groups, padding included."""
+        """The tokens of all data groups, including padding."""
         return self.groups * self.lines * self.line
 
     def first_token(self, group: int, before: Sequence[PromptChunk]) -> int:
-        """Where the tokens of a data group's next chunk begin among those of all."""
+        """Returns the index of the first token of a data group's next chunk, among all groups."""
         lines = group * self.lines + sum(self._lines_of(chunk) for chunk in before)
         return lines * self.line
 
@@ -126,11 +127,11 @@ class PromptLayout:
         places: np.ndarray | None = None,
         sources: np.ndarray | None = None,
     ) -> np.ndarray:
-        """int32 [groups, n]: everything that a step wants of the host, in one array.
+        """Packs all that a step needs from the host into one array, int32 [groups, n].
 
         Args:
-            chunks: of each data group, at most `rows`.
-            places, sources: int32 [groups * logits], as in `PackedPrompts`; None is -1 everywhere.
+            chunks: The chunks of each data group, at most `rows`.
+            places, sources: int32 [groups * logits], see `PackedPrompts`; None means all -1.
         """
         packed = np.zeros(self.shape, np.int32)
         for group, whole in enumerate(packed):
@@ -156,7 +157,7 @@ class PromptLayout:
         return packed
 
     def unpack(self, packed: Int[Array, "n"]) -> PackedPrompts:
-        """A data group's part."""
+        """Unpacks a data group's part."""
         heads, owners, tokens, places, sources = self._views(packed)
         prompts = PrefillBatch(
             tokens=tokens,
@@ -181,7 +182,7 @@ class PromptLayout:
 
 
 def by_lines(layout: PromptLayout, packed: Int[Array, "G n"]) -> tuple[Array, ...]:
-    """(tokens [L, T], histories [L], lengths [L], news [L]) of all data groups' lines."""
+    """Returns (tokens [L, T], histories [L], lengths [L], news [L]) of all data groups' lines."""
     found = []
     for own in layout.unpack_all(packed):
         lines = own.prompts.layout

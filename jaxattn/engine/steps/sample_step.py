@@ -1,4 +1,4 @@
-"""The steps that sample the next tokens of rows, and mask logits by grammars before."""
+"""The steps that sample the rows' next tokens, and that mask logits by grammars before."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from jaxattn.models.interface import Model
 
 @dataclasses.dataclass(frozen=True)
 class SampleStep(EngineStep):
-    """Samples `rows` rows at a level."""
+    """Samples `rows` rows in one sampling mode."""
 
     rows: int
     level: SamplingMode
@@ -57,19 +57,19 @@ class SampleStep(EngineStep):
 
 
 def sampled_levels(limits: Limits) -> tuple[SamplingMode, ...]:
-    """Levels that have a `SampleStep`. Beside rounds of several steps, which sample themselves, few
-    greedy rows are sampled alone: they are where those that draw are."""
+    """Returns the modes that have a `SampleStep`. If fused steps sample most greedy rows, the few
+    others use the next mode, which gives the same tokens."""
     return tuple(SamplingMode) if limits.round_steps == 1 else tuple(SamplingMode)[1:]
 
 
 def sample_of(limits: Limits, rows: int, level: SamplingMode) -> SampleStep:
-    """The step that samples rows which need a level."""
+    """Returns the step that samples rows which need this mode."""
     return SampleStep(rows, max(level, sampled_levels(limits)[0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class BitmaskStep(EngineStep):
-    """Leaves out of the logits of `rows` rows what their grammars do not allow."""
+    """Masks the logits of tokens that the grammars of `rows` rows do not allow."""
 
     rows: int
 

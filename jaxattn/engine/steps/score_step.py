@@ -1,7 +1,7 @@
-"""Log-probabilities of a prompt's tokens, of what a prefill step gave for the head.
+"""Log-probabilities of prompt tokens, from the hidden states that a prefill step returns.
 
-The host says which tokens are wanted, a slice of them per call. So the logits of one slice are all
-that exists at a time, whatever the chunk, and a step without such prompts pays for nothing.
+The host chooses the tokens to score, a fixed number per call. So only one call's logits exist at a
+time, whatever the chunk, and a step without such prompts costs nothing.
 """
 
 import abc
@@ -25,20 +25,20 @@ from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
-# The head's matrix is read once for the tokens of a call: they are as many as have float32 logits
-# of so many bytes, within these bounds.
+# Each call reads the head's matrix once. Within these bounds, a call has as many tokens as have
+# float32 logits of LOGITS_BYTES.
 LOGITS_BYTES, FEWEST, MOST = 2**29, 128, 1024
 Head = Callable[[Any, Float[Array, "S hidden"]], Float[Array, "S vocab"]]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreControls:
-    """How the tokens of a call are scored, as the last lines of `wanted` say.
+    """The parameters of a call's scores, stored in the last lines of `wanted`.
 
     Attributes:
-        most: of the likeliest tokens, that are told.
-        temperature: of the distribution; 1 is the model's own.
-        top_k, top_p, min_p: which tokens it has, as in `Request`.
+        most: The number of likeliest tokens to return.
+        temperature: The temperature of the distribution; 1 gives the model's own.
+        top_k, top_p, min_p: The filters of the distribution, as in `Request`.
     """
 
     most: int = 0
@@ -51,8 +51,8 @@ class ScoreControls:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Those of a request's prompt; `most` is 1 where it asks for any of the likeliest tokens:
-        a call tells as many as one of its prompts asks for."""
+        """Returns the controls of a request's prompt, with `most` as 1 if it asks for any likeliest
+        tokens. A call returns the maximum over its prompts."""
         most = min(request.prompt_logprobs or 0, 1)
         if not request.processed_logprobs:
             return cls(most)
@@ -67,38 +67,38 @@ class ScoreControls:
 
     @staticmethod
     def filters(wanted: Int[np.ndarray, "S+3 2"]) -> bool:
-        """Whether these lines are `filtered`."""
+        """Whether `wanted` has the controls of a filtered score."""
         return bool(wanted[-1, 1])
 
     @property
     def filtered(self) -> bool:
-        """Whether the vocabulary is searched, for which there is a step of its own."""
+        """Whether the score searches the vocabulary, for which it needs a `FilteredScoreStep`."""
         return self.most > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStep(EngineStep):
-    """Reads hidden states of tokens: (hidden, weights, wanted) -> (hidden, told).
+    """A step on hidden states of tokens: (hidden, weights, wanted) -> (hidden, told).
 
     Attributes:
-        tokens: whose states these are.
+        tokens: The number of tokens with hidden states.
     """
 
     tokens: int
 
     @abc.abstractmethod
     def lines(self, model: Model) -> int:
-        """Of `wanted`, int32 [lines, 2]."""
+        """Returns the number of lines of `wanted`, int32 [lines, 2]."""
 
     @abc.abstractmethod
     def with_head(self, head: Head) -> Callable:
-        """The step, of (weights, hidden [S, hidden]) -> logits."""
+        """Returns the step for a head (weights, hidden [S, hidden]) -> logits."""
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         return self.with_head(head_of(model, tree))
 
     def hidden(self, model: Model) -> jax.ShapeDtypeStruct:
-        """The hidden states, as a shape."""
+        """Returns the shape of the hidden states."""
         each = model.hidden_shape
         return jax.ShapeDtypeStruct((self.tokens, *each.shape), each.dtype)
 
@@ -122,25 +122,25 @@ class HiddenStep(EngineStep):
 
 @dataclasses.dataclass(frozen=True)
 class ScoreStep(HiddenStep):
-    """Scores tokens whose hidden states a `GatherStep` gave.
+    """Scores tokens whose hidden states come from a `GatherStep`.
 
-    `wanted` is int32 [S + 3, 2]: (place among the tokens of the prefill step, the token behind it),
-    and in the last lines `ScoreControls`.
+    `wanted` is int32 [S + 3, 2]: (the token's index in the prefill step, the token after it), and
+    `ScoreControls` in the last lines.
 
     Attributes:
-        tokens: of prompts in the largest prefill step, of all data groups together.
+        tokens: The prompt tokens of the largest prefill step, over all data groups.
     """
 
     @classmethod
     def of(cls, limits: Limits) -> Self:
-        """Behind the prefill steps of an engine."""
+        """Returns the step that scores the prefill steps of an engine."""
         return cls(limits.groups * limits.prefill_sizes[-1])
 
     def __str__(self) -> str:
         return f"score of {self.tokens} tokens"
 
     def size(self, vocab_size: int) -> int:
-        """S: tokens of a call."""
+        """Returns S, the number of tokens per call."""
         fit = max(LOGITS_BYTES // (4 * vocab_size), 1)
         return min(self.tokens, max(FEWEST, min(2 ** (fit.bit_length() - 1), MOST)))
 
@@ -157,10 +157,11 @@ class ScoreStep(HiddenStep):
 
 @dataclasses.dataclass(frozen=True)
 class FilteredScoreStep(ScoreStep):
-    """Filters the vocabulary, or looks for the likeliest tokens, in the place of a `ScoreStep`: of
-    the first R tokens of a call. XLA has the host wait for such searches.
+    """Scores the first R tokens of a call like a `ScoreStep`, with filters or likeliest tokens.
 
-    `wanted` is int32 [R + 3, 2], as of a `ScoreStep`.
+    It is a separate step because the host would have to wait for XLA's conditional searches.
+
+    `wanted` is int32 [R + 3, 2], like that of a `ScoreStep`.
     """
 
     def __str__(self) -> str:
@@ -170,7 +171,7 @@ class FilteredScoreStep(ScoreStep):
         return min(self.size(model.vocab_size), FEWEST) + ScoreControls.LINES
 
     def wanted(self, lines: Int[np.ndarray, "S+3 2"]) -> Int[np.ndarray, "R+3 2"]:
-        """Of the lines of a `ScoreStep`; the places are those among the S tokens."""
+        """Converts `wanted` of a `ScoreStep`; the places become indices among the S tokens."""
         count = min(len(lines) - ScoreControls.LINES, FEWEST)
         found = np.concatenate([lines[:count], lines[-ScoreControls.LINES :]])
         found[:count, 0] = np.arange(count)
@@ -182,18 +183,18 @@ class FilteredScoreStep(ScoreStep):
 
 @dataclasses.dataclass(frozen=True)
 class GatherStep(HiddenStep):
-    """What the head reads of a `ScoreStep`'s tokens, behind a prefill step of so many: `told` is
+    """Gathers the hidden states of a `ScoreStep`'s tokens from a prefill step: `told` is
     [S, hidden].
 
     Attributes:
-        score: what reads it.
+        score: The step that reads them.
     """
 
     score: ScoreStep
 
     @classmethod
     def of(cls, limits: Limits, tokens: int) -> Self:
-        """Behind a prefill step of so many tokens of each data group."""
+        """Returns the step that follows a prefill step of `tokens` tokens per data group."""
         return cls(limits.groups * tokens, ScoreStep.of(limits))
 
     def __str__(self) -> str:
@@ -207,7 +208,7 @@ class GatherStep(HiddenStep):
 
 
 def head_of(model: Model, tree: Any) -> Head:
-    """The model's head, of the leaves of the packed parameters."""
+    """Returns the model's head as a function of the leaves of the packed parameters."""
 
     def head(weights: Any, hidden: Float[Array, "S hidden"]) -> Float[Array, "S vocab"]:
         return model.head(jax.tree.unflatten(tree, weights), hidden)
@@ -218,12 +219,12 @@ def head_of(model: Model, tree: Any) -> Head:
 def wanted_tokens(
     size: int, places: Int[np.ndarray, "n 2"], controls: ScoreControls, count: int
 ) -> list[Int[np.ndarray, "S+3 2"]]:
-    """`wanted` of as many calls as these places need; what is left of the last one is padding.
+    """Returns the `wanted` arrays of all calls that score these places; the last is padded.
 
     Args:
-        size: S.
-        places: of each, its place among the tokens of the step, and the token behind it.
-        count: of a call, at most `size`.
+        size: S, the number of tokens per call.
+        places: The index of each token in the prefill step, and the token after it.
+        count: The number of tokens per call that are used, at most `size`.
     """
     found = []
     for first in range(0, len(places), count):
@@ -236,7 +237,7 @@ def wanted_tokens(
 
 
 class _Scored(NamedTuple):
-    """The logits of the tokens of a call, and what each way to score needs of them."""
+    """The logits of a call's tokens, and the values that both kinds of score need."""
 
     logits: Float[Array, "S vocab"]
     most: Float[Array, "S 1"]
@@ -249,12 +250,12 @@ class _Scored(NamedTuple):
         tokens, logits = wanted[: -ScoreControls.LINES, 1], head(weights, hidden)
         own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         temperature = lax.bitcast_convert_type(wanted[-2, 0], jnp.float32)
-        heat = jnp.where(temperature > 0, temperature, 1.0)  # of the warm-up's padding it is 0
+        heat = jnp.where(temperature > 0, temperature, 1.0)  # it is 0 in the warm-up's padding
         return cls(logits, logits.max(axis=1, keepdims=True), tokens, own, heat)
 
     def told(self, found: Int[Array, "S n"]) -> Int[Array, "S 1+n"]:
-        """The rank of each token among all and what was found, which begins with the bits of its
-        log-probability: NaN where logits are not finite, as a token that is filtered has -inf."""
+        """Returns each token's rank and the found values, which begin with the bits of its
+        log-probability. These are NaN if logits are not finite; a filtered token has -inf."""
         rank = 1 + (self.logits > self.own).sum(axis=1, keepdims=True, dtype=jnp.int32)
         finite = jnp.isfinite(self.most) & jnp.isfinite(self.own)
         nan = lax.bitcast_convert_type(jnp.float32(jnp.nan), jnp.int32)
@@ -264,7 +265,7 @@ class _Scored(NamedTuple):
 def _gathered(
     hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "N hidden"], Float[Array, "S hidden"]]:
-    """(`hidden` as it was, those of the places)."""
+    """Returns (`hidden` unchanged, the hidden states at the places)."""
     return hidden, hidden[wanted[: -ScoreControls.LINES, 0]]
 
 
@@ -272,12 +273,12 @@ def _gathered(
 def _score(
     head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "S hidden"], Int[Array, "S 2"]]:
-    """(`hidden` as it was, the rank of each token among all and the bits of its log-probability).
+    """Returns (`hidden` unchanged, each token's rank and the bits of its log-probability).
 
-    The logits are read twice: for the largest, then for all sums.
+    It reads the logits twice: once for the maximum, and once for all sums.
     """
     scored = _Scored.of(head, hidden, weights, wanted)
-    warmth = 1 / scored.heat  # a division of each logit would take as long as to read it
+    warmth = 1 / scored.heat  # dividing each logit would take as long as reading it
     sums = jnp.exp((scored.logits - scored.most) * warmth).sum(axis=1, keepdims=True)
     chance = (scored.own - scored.most) * warmth - jnp.log(sums)
     return hidden, scored.told(lax.bitcast_convert_type(chance, jnp.int32))
@@ -287,7 +288,7 @@ def _score(
 def _filtered_score(
     head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
 ) -> tuple[Float[Array, "S hidden"], Int[Array, "R 2+2*20"]]:
-    """(`hidden` as it was, the rank of each token among all and `logprobs`)."""
+    """Returns (`hidden` unchanged, each token's rank and `logprobs`)."""
     rows = hidden[wanted[: -ScoreControls.LINES, 0]]
     scored = _Scored.of(head, rows, weights, wanted)
     (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]

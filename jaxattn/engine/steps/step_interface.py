@@ -14,29 +14,29 @@ from jaxattn.models.interface import Model
 
 
 class EngineStep(abc.ABC):
-    """One executable. `str` is its name.
+    """An executable of the engine. `str` gives its name.
 
     Attributes:
-        donated: which argument is updated in place.
+        donated: The index of the argument that is donated and updated in place.
     """
 
     donated: int = 0
 
     @abc.abstractmethod
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
-        """What is jitted; `tree` is the structure of the packed parameters."""
+        """Returns the function to jit; `tree` is the structure of the packed parameters."""
 
     @abc.abstractmethod
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
-        """What it is called with, as shapes."""
+        """Returns the shapes of the function's arguments."""
 
     @abc.abstractmethod
     def given(self, model: Model, limits: Limits) -> Any:
-        """Those of them that come with the call: neither weights, state nor rows."""
+        """Returns the shapes of the arguments other than the weights, the state and the rows."""
 
     @abc.abstractmethod
     def padding(self, model: Model, limits: Limits) -> Any:
-        """What is given where there is no row: NumPy arrays of which nothing is written."""
+        """Returns NumPy arrays for `given` without any row, with which the step writes nothing."""
 
     @abc.abstractmethod
     def call(
@@ -47,11 +47,11 @@ class EngineStep(abc.ABC):
         state: DecodeState,
         rows: DeviceBatch,
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        """(the state, the rows, what it tells) after a call of the executable."""
+        """Calls the executable and returns (the state, the rows, the result)."""
 
 
 def on_device(array: Any) -> jax.Array:
-    """The array on JAX's default device, unless it is on devices already."""
+    """Returns the array on JAX's default device, unless it is already on devices."""
     return array if isinstance(array, jax.Array) else jax.device_put(array)
 
 
@@ -60,5 +60,5 @@ def int32(*shape: int) -> Any:
 
 
 def sampled_rows(limits: Limits, rows: int) -> int:
-    """With how many rows so many are sampled: the smallest bucket that holds them."""
+    """Returns the smallest bucket that holds this number of rows."""
     return next(bucket for bucket in limits.batches if bucket >= rows)

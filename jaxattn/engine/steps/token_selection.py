@@ -1,4 +1,4 @@
-"""Selection of each row's next token between two forward passes, and whether the row goes on."""
+"""Selection of each row's next token between two forward passes, and the end of rows."""
 
 import dataclasses
 import enum
@@ -15,12 +15,12 @@ from jaxattn.engine.sampling.penalties import biased, penalized
 from jaxattn.engine.sampling.sampler import NOT_FINITE, SamplingMode, draw
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowView, read
 
-# Rows whose tokens are chosen at a time: scratch does not grow with the batch beyond them.
+# Rows that are sampled at a time, so that scratch does not grow with larger batches.
 BLOCK = 256
 
 
 class FinishCode(enum.IntEnum):
-    """What a step says of a row. IDLE: it was padding, or had ended before."""
+    """The state of a row after a step. IDLE: it was padding, or had ended before."""
 
     NONE = 0
     STOP = 1
@@ -38,16 +38,16 @@ def advance(
     remembers: bool = False,
     replays: bool = False,
 ) -> tuple[DeviceBatch, Int[Array, "b n"]]:
-    """Chooses the next token of each row at `places`, and freezes the rows that end with it.
+    """Chooses the next token of each row at `places`, and deactivates the rows that end with it.
 
     Args:
-        remembers: whether every row has a history, and not those with penalties alone.
-        replays: whether rows may have tokens that are known, which are taken as if they were drawn.
+        remembers: Whether every row has a history, instead of only those with penalties.
+        replays: Whether rows may have known tokens, which replace the sampled ones.
 
     Returns:
-        (the rows; int32 [b, 2]: the token and a `FinishCode`; at `SamplingMode.LOGPROBS` followed
-        by `logprobs`). The rows come first: JAX gives a donated buffer to the first result of its
-        shape, and block tables of two pages have the shape of the second.
+        (the rows; int32 [b, 2]: the token and a `FinishCode`; in `SamplingMode.LOGPROBS` followed
+        by `logprobs`). The rows come first, because JAX gives a donated buffer to the first result
+        of its shape, and block tables of two pages have the shape of the second.
     """
     found = read(rows, places)
     active = found.cursor.active > 0
@@ -63,7 +63,7 @@ def advance(
     at = jnp.where(active, found.at, len(rows.cursor))
     cursor = jnp.stack([tokens, position, (end == FinishCode.NONE).astype(jnp.int32)], axis=1)
     rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
-    # A row with penalties has had no lower level since it joined.
+    # A row with penalties has been sampled in CONTROLS or a higher mode since it joined.
     if remembers or level >= SamplingMode.CONTROLS:
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
@@ -78,7 +78,7 @@ def _chosen(
     level: SamplingMode,
     replays: bool,
 ) -> Int[Array, "b n"]:
-    """The next token of each row, at `SamplingMode.LOGPROBS` followed by `logprobs`."""
+    """Returns the next token of each row, in `SamplingMode.LOGPROBS` followed by `logprobs`."""
     position = found.cursor.length + 1
     raw = logits
     if level >= SamplingMode.CONTROLS:
@@ -100,13 +100,13 @@ def _in_blocks(
     found: RowView,
     logits: Float[Array, "b vocab"],
 ) -> Int[Array, "b n"]:
-    """What `choose` gives of all rows, `BLOCK` of them at a time."""
+    """Applies `choose` to all rows, `BLOCK` of them at a time."""
     count = len(logits)
     if count <= BLOCK:
         return choose(found, logits)
 
     def block(i: Array, chosen: Array) -> Array:
-        # The last block begins before its turn where the blocks do not fill the batch.
+        # The last block overlaps the one before it if blocks do not divide the batch.
         first = jnp.minimum(i * BLOCK, count - BLOCK)
         some = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, BLOCK), (found, logits))
         return lax.dynamic_update_slice_in_dim(chosen, choose(*some), first, axis=0)
@@ -118,7 +118,7 @@ def _in_blocks(
 def ending(
     found: RowView, tokens: Int[Array, "b *S"], position: Int[Array, "b *S"]
 ) -> Int[Array, "b *S"]:
-    """The `FinishCode` of each row with a token at a position."""
+    """Returns the `FinishCode` of each row with a token at a position."""
 
     def of_row(x: Array) -> Array:
         return x.reshape(len(x), *(1,) * (tokens.ndim - 1), *x.shape[1:])
@@ -132,7 +132,7 @@ def ending(
 def with_penalties(
     rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"], position: Int[Array, "b"]
 ) -> Float[Array, "b vocab"]:
-    """The logits of the token at a position, less what its row said before."""
+    """Returns the logits of the token at a position, with the penalties of its row."""
     return penalized(
         logits,
         rows.history,
@@ -148,7 +148,7 @@ def with_penalties(
 def with_biases(
     rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"]
 ) -> Float[Array, "b vocab"]:
-    """The logits with what the rows' requests add."""
+    """Returns the logits with the biases of the rows' requests."""
     biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
     return biased(logits, biases[:, 0], lax.bitcast_convert_type(biases[:, 1], jnp.float32))
 
@@ -163,9 +163,9 @@ def remember(
     """Writes the chunk of a prompt into the histories of its rows.
 
     Args:
-        places: -1 is padding.
-        lengths: of each row after the chunk.
-        news: tokens of the chunk.
+        places: The row of each line; -1 is padding.
+        lengths: The length of each row after the chunk.
+        news: The number of tokens of the chunk.
     """
     column = jnp.arange(tokens.shape[1])
     keeps = (places >= 0)[:, None] & (column < news[:, None])

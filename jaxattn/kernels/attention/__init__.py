@@ -1,1 +1,2 @@
-"""Parts of attention kernels: tile scheduler, work partition, layouts, softmax and epilogue."""
+"""Parts that attention kernels share: split-KV schedule, work iterator, layouts, softmax and
+epilogue."""

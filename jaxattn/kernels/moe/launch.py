@@ -2,14 +2,14 @@
 
     small_batch_alignment.py, medium_batch_alignment.py, large_batch_alignment.py,
     token_alignment.py
-                       who has work: of up to some hundred pairs in one launch, of many in three;
+                       the work list: one launch for up to some hundred pairs, three for many;
                        else XLA
     grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
-Limits: F and I multiples of 64, of FP8 weights of 128; bfloat16, float16, or weights in
-float8_e4m3fn with scales of 128 x 128, or of 4 bits in tiles. FP8 weights have neither biases nor
-another activation.
+Limits: F and I multiples of 64, with FP8 weights of 128; bfloat16, float16, or weights in
+float8_e4m3fn with scales of 128 x 128, or 4-bit weights in tiles. FP8 weights have neither biases
+nor another activation.
 Reference: `jaxattn.ops.moe.experts.mixture_of_experts` (implementation="xla"); tests:
 tests/kernels/moe/test_kernel.py.
 """
@@ -24,11 +24,11 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.hopper.four_bit_operands import serves
+from jaxattn.kernels.hopper.four_bit_dequantization import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.four_bit_tile_config import choose_four_bit
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix, panel
 from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens, supports_permutation
 from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.routing.router import RoutedToken
@@ -38,15 +38,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import (
     supports_pairs,
 )
 from jaxattn.kernels.moe.routing.token_alignment import align_tokens
-from jaxattn.kernels.moe.tile_config import (
-    BLOCK,
-    GROUP,
-    ROWS,
-    MoeTileConfig,
-    choose,
-    padded_rows,
-    panel,
-)
+from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, MoeTileConfig, choose, padded_rows
 
 OP = "mixture_of_experts"
 HALVES = ("bfloat16", "float16")
@@ -65,7 +57,8 @@ def scratch(
     form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
-    """What `mixture_of_experts` keeps in the arena between and behind the experts' products.
+    """Returns the scratch of `mixture_of_experts` in the arena, between and after the experts'
+    products.
 
     Args:
         tokens: T, padding included.
@@ -73,14 +66,15 @@ def scratch(
         experts: E.
         hidden: F.
         expert_size: I, columns of each expert.
-        dtype: of the products' operands: the weights', or x's where weights are quantized.
-        fp8: whether the weights are FP8.
-        form: of weights of 4 bits.
-        config: how the kernels cut the products; None is what `mixture_of_experts` chooses.
+        dtype: The dtype of the products' operands: the weights', or x's if the weights are
+            quantized.
+        fp8: Whether the weights are FP8.
+        form: The format of 4-bit weights.
+        config: The tile configuration of the kernels; None is the choice of `mixture_of_experts`.
 
     Returns:
-        Regions `h`, inside of the experts, in `dtype`, and `y`, their outputs, float32. Both have
-        T * K rows and some more, so that each expert begins a tile.
+        Region `h` in `dtype`, the values between the experts' products, and region `y` in float32,
+        their outputs. Both have T * K rows and padding, so that each expert begins at a tile.
     """
     sizes: dict[str, Any] = {
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
@@ -103,14 +97,14 @@ def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> Moe
 
 
 def output_columns(features: int) -> int:
-    """Columns of the outputs y: a panel has 128 at least."""
+    """Returns the columns of the outputs y: a panel has at least 128."""
     return -(-features // BLOCK) * BLOCK
 
 
 def refuse(
     x: jax.Array, gate_up: jax.Array, form: FourBitFormat | None = None, *, interpret: bool
 ) -> None:
-    """Raises `Refusal` with the reason where the kernels do not serve."""
+    """Raises `Refusal`, with the reason, if the kernels do not serve the call."""
     require_hopper(OP, interpret=interpret)
     if x.shape[0] == 0:
         raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
@@ -158,14 +152,15 @@ def mixture_of_experts_mosaic(
     config: MoeTileConfig | None = None,
     interpret: bool = False,
 ) -> Any:
-    """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
+    """`mixture_of_experts` of stacks [L, E, ...], with the same arguments.
 
-    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the result is an `ExpertOutputs`
+    instead of the sum.
     """
     refuse(x, gate_up, form, interpret=interpret)
     if gate_up_scale is not None and (gate_up_bias is not None or activation is not None):
         raise Refusal(f"{OP}: the kernels have no biases or other activations beside FP8 weights")
-    # Without an arena the op has a gradient of its own, and this is never differentiated.
+    # Without an arena the op has its own gradient rule, and this call is never differentiated.
     x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = (
         without_gradient(
             OP,
@@ -190,7 +185,7 @@ def mixture_of_experts_mosaic(
     if listed is not None and columns == GROUP:
         work, x, left = listed
         if gate_up_bias is not None or activation is not None:
-            left = None  # what was made beside the list has neither
+            left = None  # the h made with the list has neither
     elif supports_pairs(tokens, top_k) and columns == GROUP:
         if not copies(features):
             x = jnp.pad(x, ((0, GROUP - tokens), (0, 0)))
@@ -207,7 +202,7 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    # In an arena both products' results would share a lane, if both had 16 bits.
+    # In an arena the results of both products would share a lane, if both had 16 bits.
     outputs = dtype if config.rounded and arena is None else jnp.float32
     for name, size, held in (("h", width, dtype), ("y", output_columns(features), outputs)):
         if arena is None:
@@ -240,7 +235,7 @@ def mixture_of_experts_mosaic(
     results = ExpertOutputs(
         y, work.positions, weights, places["y"], features, config.combine, interpret
     )
-    exact = features == output_columns(features)  # else what reads the parts has no last ones
+    exact = features == output_columns(features)  # else the parts' reader lacks the last columns
     out = results if apart and exact else results.total
     if arena is None:
         return out

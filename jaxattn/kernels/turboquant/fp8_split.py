@@ -1,6 +1,6 @@
-"""A number as two e4m3 ones: x rounded, and 16 times what is left.
+"""A number as two e4m3 terms: x rounded, and 16 times the remainder.
 
-2**-8 of x is lost at most, as of a bfloat16.
+At most 2**-8 of x is lost, as in a bfloat16.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
 
 
 def store_terms(targets: tuple[Any, Any], x: jax.Array, *, interpret: bool) -> None:
-    """Both terms of x [N, K], as scores lie in registers, each to its target [N, K]."""
+    """Stores both terms of x [N, K], in the register layout of scores, each to its target [N,
+    K]."""
     if interpret:
         first = x.astype(E4M3)
         terms: Any = first, ((x - first.astype(jnp.float32)) * SECOND_TERM).astype(E4M3)

@@ -1,6 +1,6 @@
 """Grouped-query attention: one module for training, prefill and decoding.
 
-What is cached for a token is its keys and values, [Hk, D] numbers each. Each key-value head serves
+The cache stores the keys and values of each token, [Hk, D] numbers each. Each key-value head serves
 H / Hk query heads.
 """
 
@@ -33,15 +33,14 @@ class GroupedQueryAttention(GroupedQueryProjections):
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 
     Parameters, in the names of Qwen's checkpoints:
-        q_proj [hidden, H * D], or where it is gated [hidden, H * 2 D], of each head D queries and
-            then D gates
+        q_proj [hidden, H * D], or with `gated` [hidden, H * 2 D], with D queries and then D gates
+            per head
         k_proj, v_proj [hidden, Hk * D]   o_proj [H * D, hidden]
-        q_bias, k_bias, v_bias, as long as the rows of those, with `biases`
+        q_bias [H * D], k_bias, v_bias [Hk * D], with `biases`
         o_bias [hidden], with `out_bias`   sinks float32 [H], with `sinks`
         q_norm, k_norm [D], with `qk_norm`
         q_heads_norm [H * D], k_heads_norm [Hk * D], with `heads_norm`
-        kv_scale float32 [2, Hk], with `scaled_cache`: by what an FP8 cache's keys and values are
-            multiplied
+        kv_scale float32 [2, Hk], with `scaled_cache`: the factors of an FP8 cache's keys and values
 
     Args:
         head_dim: D, of queries, keys and values.
@@ -50,23 +49,24 @@ class GroupedQueryAttention(GroupedQueryProjections):
         gated: the output is multiplied by sigmoid(gate) before o_proj.
         heads_norm: RMS norms of all heads of a query or key together, before they are rotated
             (OLMo 2).
-        biases: what q_proj, k_proj and v_proj give has a bias added (Qwen2).
-        out_bias: what o_proj gives has a bias added (gpt-oss).
-        query_scaling: queries grow with their positions (Llama 4); not with `qk_norm`.
-        window: keys that a token sees, its own included; None is all before it.
+        biases: q_proj, k_proj and v_proj have a bias (Qwen2).
+        out_bias: o_proj has a bias (gpt-oss).
+        query_scaling: queries are multiplied by a factor that grows with their positions (Llama 4);
+            not with `qk_norm`.
+        window: the number of keys that a token sees, including its own; None is all earlier keys.
         sinks: each head has a logit without a value in its softmax (gpt-oss).
         scaled_cache: the cache is FP8 (float8_e4m3fn).
-        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        fp8: the names of the linears whose weights are FP8; see `Fp8Linear`.
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
-        norm_dtype: that of the norms' weights; None is `param_dtype`.
+        norm_dtype: the dtype of the norms' weights; None is `param_dtype`.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
-        parallel: the layout of the GPUs of which one has these heads: norms of all heads sum over
-            them, and each adds its part of o_bias.
+        parallel: the layout of the GPUs that divide the heads. Norms over all heads sum over these
+            GPUs, and each GPU adds its part of o_bias.
 
     Raises:
-        ValueError: a size is not a positive integer, H is no multiple of Hk, more dims would be
-            rotated than there are, or two options are given that exclude each other.
+        ValueError: a size is not a positive integer, H is not a multiple of Hk, `rope` rotates more
+            dims than a head has, or two options exclude each other.
     """
 
     def _attend_whole(
@@ -88,26 +88,27 @@ class GroupedQueryAttention(GroupedQueryProjections):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """A chunk of each row's prompt: caches its keys and values, attends to them and to those
-        before.
+        """A chunk of each row's prompt: caches its keys and values, and attends to these and to
+        earlier ones.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
             kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
-            parallel: the layout of the GPUs that have a part of each row's pages, inside
-                `jax.shard_map`; `block_tables` are then stripes
+            parallel: the layout of GPUs that each store a part of each row's pages, inside
+                `jax.shard_map`. `block_tables` are then stripes
                 (`jaxattn.parallel.ContextParallelPages`).
 
         Returns:
-            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
-            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. A traced row
+            whose length exceeds its table cannot be rejected: its output is NaN, and the row writes
+            nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
-            Refusal: the named implementation refuses, and says why.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
+            Refusal: the requested implementation does not support the call; the message says why.
         """
         arguments = self._check_tokens(f"{type(self).__name__}.prefill", x, "B T hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
@@ -130,9 +131,9 @@ class GroupedQueryAttention(GroupedQueryProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
-        """(heads' outputs, the cache, where it was written) of chunks of prompts.
+        """(heads' outputs, the cache, the tables by which it was written) for chunks of prompts.
 
-        `rows`: block tables, lengths with the chunk, and of the chunk.
+        `rows` are block tables, lengths including the chunk, and lengths of the chunk.
         """
         block_tables, seq_lens, query_lens = rows
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(projected[0].shape[1])
@@ -150,7 +151,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
             kv_scale=scale,
         )
         if scale is not None:
-            # The chunk's own tokens as later ones will read them.
+            # Round the chunk's own tokens, so that they are the same now and when later tokens read
+            # them.
             k, v = self._as_stored(k, v)
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
@@ -185,14 +187,14 @@ class GroupedQueryAttention(GroupedQueryProjections):
         implementation: Implementation | None = None,
         **of_prompts: Any,
     ) -> tuple[Any, ...]:
-        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
-        projected at once.
+        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
+        product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
             lines: which tokens each row of `block_tables` has.
             rows: the keywords of `decode`; None if there are no other rows.
-            of_prompts: what other kinds of layers want to know of the prompts' rows.
+            of_prompts: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
             (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
@@ -208,8 +210,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
         )
         others, rest = None, [None]
         if rows is not None:
-            # What the prompts read of the cache is read before the rows write to it: XLA would keep
-            # a copy for what it reads later.
+            # A barrier: the prompts read the cache before the rows write to it. Otherwise XLA would
+            # copy the cache for the later read.
             out, kv_cache = lax.optimization_barrier((out, kv_cache))
             others, kv_cache, *rest = self._attend_rows(
                 parts[1], kv_cache, layer=layer, implementation=implementation, **rows
@@ -233,7 +235,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """The next S tokens of each row, over the paged cache.
+        """Decodes the next S tokens of each row over the paged cache.
 
         Args:
             kv_cache: [L, N, 2, C, Hk, D] with `layer`, or [N, 2, C, Hk, D].
@@ -242,24 +244,25 @@ class GroupedQueryAttention(GroupedQueryProjections):
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
             schedule: `gqa.decode_schedule` of these `seq_lens`, for the layers that share it.
             rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
-            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
-                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
-                of all those GPUs meet. Neither with a window nor with sinks.
+            weights: `packed_weights()`, made once when the model is loaded, or the stack of all
+                layers, which `layer` indexes. None packs the weights in this call.
+            spread: a `ContextParallelPages`, inside `jax.shard_map`, if several GPUs each store a
+                part of each row's pages. `block_tables` are then its `places`, `schedule` is the
+                schedule of its `lens`, and the op combines the heads of all these GPUs. Neither
+                with a window nor with sinks.
             arena: scratch of at least `gqa.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
-                `spread`, of B * S rows of one token.
+                `spread`, for B * S rows of one token.
 
         Returns:
-            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None;
-            and the mailbox of a `spread` that has one).
-            The output at padding is exactly 0, and padding writes nothing. That of a traced row
-            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, S, hidden], the cache with the new keys and values, the arena or None; and
+            the mailbox of a `spread` that has one). The output at padding is exactly 0, and padding
+            writes nothing. A traced row whose length exceeds its table cannot be rejected: its
+            output is NaN, and the row writes nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
-            Refusal: the named implementation refuses, and says why.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
+            Refusal: the requested implementation does not support the call; the message says why.
         """
         arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
@@ -298,7 +301,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """The heads' outputs in place of the projected ones, and else what `decode` returns."""
+        """The heads' outputs instead of the projected ones, and the other results of `decode`."""
         q, k, v = projected
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)
@@ -349,11 +352,11 @@ class GroupedQueryAttention(GroupedQueryProjections):
         return out, kv_cache, rest[0] if rest else None, *sent
 
     def _dtype_beside(self, kv_cache: Array) -> Any:
-        """Of queries: the cache's, or beside an FP8 one the compute dtype."""
+        """The dtype of queries: the cache's, or the compute dtype for an FP8 cache."""
         return self.dtype if self.scaled_cache else kv_cache.dtype
 
     def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keys and values as an FP8 cache gives them back."""
+        """Keys and values after a round trip through the FP8 cache."""
         stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
         both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
         return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
@@ -368,7 +371,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     def _new_heads(
         self, op: str, x: Array | PendingNorm, seq_lens: Any, query_lens: Any
     ) -> tuple[Array, Array, Array]:
-        """`_projected` of each row's new tokens."""
+        """`_projected` for each row's new tokens."""
         if self.query_scaling is None:
             return self._projected(x)
         return self._projected(x, self.decode_positions(op, seq_lens, x.shape[1], query_lens))

@@ -1,8 +1,8 @@
 """DeepSeek's multi-head latent attention: one module for training, prefill and decoding.
 
-What is cached for a token is its latent, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
-together. Training and prefill expand it to keys and values; decoding moves the expansion to the
-query and the output (weight absorption), so that the heads attend over the latents themselves.
+The cache stores one latent per token, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
+together. Training and prefill expand latents to keys and values. Decoding moves the expansion to
+the query and the output (weight absorption), so that the heads attend to the latents themselves.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,14 @@ from jaxattn.parallel.context_parallel import prefix_of, written_places
 
 
 class WrittenTokens(NamedTuple):
-    """The tokens of a mixed step, whose latents are in the cache.
+    """The tokens of a mixed step, after their latents are written to the cache.
 
     Attributes:
-        q: what the heads' queries of all tokens are made of, [1, N, Q].
-        latent, positions: of the prompts' lines.
-        rotation: of the other rows; None if there are none.
-        written: the tables by which the lines' latents were written.
+        q: [1, N, Q], the input of the heads' queries for all tokens.
+        latent, positions: latents and positions of the prompts' lines.
+        rotation: rotation of the other rows; None if there are none.
+        kv_cache: the cache with the new latents.
+        written: the block tables by which the lines' latents were written.
     """
 
     q: Array
@@ -58,17 +59,16 @@ class MultiHeadLatentAttention(LatentProjections):
         o_proj [H * Dv, hidden]   and with `gated` g_proj [hidden, H]
 
     Args:
-        rope: `rope.dim` must be `qk_rope_head_dim`; None is plain RoPE with theta 10000,
-            interleaved. Without a theta nothing turns.
-        gated: a head's output is multiplied by sigmoid(g_proj(x)) of that head (Ling-3.0).
-        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        rope: `rope.dim` must be `qk_rope_head_dim`; None is RoPE with theta 10000, interleaved,
+            without scaling. A RopeConfig with theta None rotates nothing.
+        gated: each head's output is multiplied by the head's sigmoid(g_proj(x)) (Ling-3.0).
+        fp8: the names of the linears whose weights are FP8; see `Fp8Linear`.
         dtype: the operands of every matrix product (sums are float32).
         param_dtype: the dtype that the weights are stored in.
         out_init_scale: scale of the initial o_proj, for deep residual stacks.
 
     Raises:
-        ValueError: a size is not a positive integer, or the RoPE configuration rotates another
-            number of dimensions than `qk_rope_head_dim`.
+        ValueError: a size is not a positive integer, or `rope.dim` differs from `qk_rope_head_dim`.
     """
 
     def _attend_whole(
@@ -100,26 +100,28 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """A chunk of each row's prompt: caches its latents, attends to them and to those before.
+        """A chunk of each row's prompt: caches its latents, and attends to these and to earlier
+        ones.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
-                included (`jaxattn.mla.LatentFormat`).
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; the dtype determines the format,
+                including FP8 formats (`jaxattn.mla.LatentFormat`).
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length after this chunk, at most M * C; 0 is a padding row.
-            kv_scale: of a float8_e4m3fn cache.
-            parallel: the layout of the GPUs that have a part of each row's pages, inside
-                `jax.shard_map`; `block_tables` are then stripes
+            kv_scale: required for a float8_e4m3fn cache.
+            parallel: the layout of GPUs that each store a part of each row's pages, inside
+                `jax.shard_map`. `block_tables` are then stripes
                 (`jaxattn.parallel.ContextParallelPages`).
 
         Returns:
-            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. That of a
-            traced row beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, T, hidden], the cache). The output at padding is exactly 0. A traced row
+            whose length exceeds its table cannot be rejected: its output is NaN, and the row writes
+            nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
@@ -150,9 +152,10 @@ class MultiHeadLatentAttention(LatentProjections):
         kv_scale: Any,
         parallel: Parallel,
     ) -> tuple[Array, Array, Array]:
-        """(the chunks' latents, the cache with them, where they were written).
+        """(the chunks' latents, the cache with them, the tables by which they were written).
 
-        `rows`: block tables, lengths with the chunk, and of the chunk, of each line of `latents`.
+        `rows` are block tables, lengths including the chunk, and lengths of the chunk, for each
+        line of `latents`.
         """
         block_tables, seq_lens, query_lens = rows
         latent = self._latents_of(latents, positions)
@@ -183,8 +186,10 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> Array:
-        """The heads' outputs of chunks of prompts; `rows` as in `_write_prompts`, or with `lines`
-        of each row."""
+        """The heads' outputs for chunks of prompts.
+
+        `rows` is as in `_write_prompts`; with `lines`, it has an entry for each row.
+        """
         block_tables, seq_lens, query_lens = rows
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
@@ -220,15 +225,15 @@ class MultiHeadLatentAttention(LatentProjections):
         implementation: Implementation | None = None,
         **of_prompts: Any,
     ) -> tuple[Any, ...]:
-        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
-        projected at once.
+        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
+        product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
             lines: which tokens each row has.
-            seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            seq_lens, query_lens: lengths of the rows of the lines, as in `prefill`.
             rows: the keywords of `decode`; None if there are no other rows.
-            of_prompts: what other kinds of layers want to know of the prompts' rows.
+            of_prompts: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
             (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
@@ -269,7 +274,7 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> WrittenTokens:
-        """The tokens of `mixed`, projected and written to the cache."""
+        """Projects the tokens of `mixed` and writes them to the cache."""
         q, latents = self._down(x)
         (of_prompts_q, compressed), (own, others) = lines.split(q), lines.split(latents)
         op = f"{type(self).__name__}.mixed"
@@ -301,7 +306,7 @@ class MultiHeadLatentAttention(LatentProjections):
         tokens: WrittenTokens,
         rows: Mapping[str, Any] | None,
     ) -> Float[Array, "1 N hidden"]:
-        """The projection of the heads' outputs of `mixed`: of lines, and of other rows."""
+        """The projection of the heads' outputs in `mixed`, for the lines and for the other rows."""
         values = None if values is None else values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
         return self._marked(y, lines, tokens.kv_cache, tokens.written, rows)
@@ -323,37 +328,37 @@ class MultiHeadLatentAttention(LatentProjections):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """The next S tokens of each row, in absorbed form over the paged latent cache.
+        """Decodes the next S tokens of each row over the paged latent cache, with absorbed weights.
 
         Args:
-            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; its dtype is its format, FP8 ones
-                included (`jaxattn.mla.LatentFormat`).
+            kv_cache: [L, N, C, D] with `layer`, or [N, C, D]; the dtype determines the format,
+                including FP8 formats (`jaxattn.mla.LatentFormat`).
             block_tables: int32 page ids; those within a row's length from 0 to N - 1.
             seq_lens: the row's length with the S new tokens, at most M * C; 0 is a padding row.
             query_lens: new tokens of each row, the first of its S; the rest is padding. S, if None.
-            kv_scale: of a float8_e4m3fn cache.
+            kv_scale: required for a float8_e4m3fn cache.
             schedule: `mla.decode_schedule` of these `seq_lens`, for the layers that share it.
-            rotation: likewise `decode_rotation` of these `seq_lens`.
-            weights: `packed_weights()`, made once on loading, or the stack of all layers', which
-                `layer` indexes. None packs them in this call.
-            spread: of pages that several GPUs have a part of each, inside `jax.shard_map`; then
-                `block_tables` are its `places`, `schedule` is that of its `lens`, and the heads
-                of all those GPUs meet.
+            rotation: `decode_rotation` of these `seq_lens`, for the layers that share it.
+            weights: `packed_weights()`, made once when the model is loaded, or the stack of all
+                layers, which `layer` indexes. None packs the weights in this call.
+            spread: a `ContextParallelPages`, inside `jax.shard_map`, if several GPUs each store a
+                part of each row's pages. `block_tables` are then its `places`, `schedule` is the
+                schedule of its `lens`, and the op combines the heads of all these GPUs.
             arena: scratch of at least `mla.scratch(batch=B, q_len=S, num_heads=H, ...)`; with
-                `spread`, of B * S rows of one token.
+                `spread`, for B * S rows of one token.
 
         Returns:
-            (float32 [B, S, hidden], the cache with the new latents, the arena or None;
-            and the mailbox of a `spread` that has one).
-            The output at padding is exactly 0, and padding writes nothing. That of a traced row
-            beyond its table, which cannot be refused, is NaN, and it writes nothing.
+            (float32 [B, S, hidden], the cache with the new latents, the arena or None; and the
+            mailbox of a `spread` that has one). The output at padding is exactly 0, and padding
+            writes nothing. A traced row whose length exceeds its table cannot be rejected: its
+            output is NaN, and the row writes nothing.
 
         Raises:
-            TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page
-                that is concrete; it is named.
-            Refusal: the named implementation refuses, and says why.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or
+                page is out of range; the message names the argument.
+            Refusal: the requested implementation does not support the call; the message says why.
         """
-        if self.g_proj is not None:  # which reads x too
+        if self.g_proj is not None:  # the gate needs x itself
             x = tokens_of(x)
         compressed, rotation, kv_cache, rows = self._write_rows(
             x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
@@ -382,8 +387,12 @@ class MultiHeadLatentAttention(LatentProjections):
         kv_scale: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Rotation, Array, tuple[Any, Any, Any]]:
-        """(what the heads' queries are made of, the rotation, the cache with the tokens' latents,
-        the checked tables and lengths) of the tokens of `decode`."""
+        """Writes the latents of the tokens of `decode`.
+
+        Returns:
+            (the input of the heads' queries, the rotation, the cache, the checked tables and
+            lengths).
+        """
         arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
         rows = self._as_given(arguments, x, block_tables, seq_lens, query_lens, optional=True)
@@ -419,7 +428,7 @@ class MultiHeadLatentAttention(LatentProjections):
         query_lens: Any = None,
         implementation: Implementation | None,
     ) -> tuple[Array, Array]:
-        """(what the heads' queries are made of, the cache with the rows' new latents)."""
+        """(the input of the heads' queries, the cache with the rows' new latents)."""
         compressed, kv_cache = mla_append(
             latents,
             None if self.q_lora_rank is None else q,
@@ -454,9 +463,9 @@ class MultiHeadLatentAttention(LatentProjections):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """(heads' outputs, the arena or None, mailboxes) of queries before rotation."""
-        # Decode's kernel reads packed rows in eights, and a launch would pad them. Several GPUs'
-        # heads lie side by side.
+        """(heads' outputs, the arena or None, the mailboxes), for queries before rotation."""
+        # Decode's kernel reads packed rows in groups of 8, and padding them would be a launch of
+        # its own. The heads of several GPUs must be contiguous.
         fills = spread is None and q.shape[1] == 1 and self.kv_lora_rank % 128 == 0
         queries = self._latent_queries(q, rotation, -self.num_heads % 8 if fills else 0)
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
@@ -493,7 +502,7 @@ class MultiHeadLatentAttention(LatentProjections):
         return self._values_of(out), rest[0] if rest else None, *sent
 
     def _values_of(self, out: Array) -> Array:
-        """The heads' values of outputs in the latent, behind which may be those of spare heads."""
+        """The heads' values, from outputs in the latent space, which may end with spare heads."""
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(
@@ -502,7 +511,7 @@ class MultiHeadLatentAttention(LatentProjections):
         return values
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
-        """Of queries and latents: the cache's own, where it holds latents as they are."""
+        """The dtype of queries and latents: the cache's if it holds plain latents, else `dtype`."""
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
     def _output(

@@ -1,6 +1,6 @@
 """DeepSeek Sparse Attention: multi-head latent attention to the tokens that an indexer chooses.
 
-A layer may have no indexer and take the choice of a layer before it (GLM-5.2).
+A layer may have no indexer and use the choice of an earlier layer (GLM-5.2).
 """
 
 import dataclasses
@@ -31,23 +31,23 @@ type Rows = tuple[Any, Any, Any]
 
 
 class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
-    """MLA of which each query attends to `top_k` tokens; a DeepSeek-V3.2 layer without its norm.
+    """MLA whose queries attend to `top_k` tokens each; a DeepSeek-V3.2 layer without its pre-norm.
 
-    Differentiable in whole sequences, where attention runs in plain JAX. The choice has no
-    gradient, and so the indexer has none.
+    Differentiable over whole sequences, for which attention runs in plain JAX. The choice of tokens
+    has no gradient, so the indexer gets no gradient.
 
     Parameters: those of `MultiHeadLatentAttention`, `indexer`, a `TokenIndexer`, and with `sinks`
     sinks float32 [H].
 
     Args:
-        q_lora_rank: of the queries, which the indexer reads too.
-        top_k: tokens that a query attends to, of those that it sees.
-        index_heads: of the indexer; 0 is a layer without one, which takes `indices`.
-        index_head_dim: of its queries and keys.
-        index_interleaved: the layout of its rotated dims: GLM-5 has pairs side by side,
-            DeepSeek-V3.2 has halves.
-        sinks: each head has a logit without a value in its softmax.
-        options: of `MultiHeadLatentAttention`.
+        q_lora_rank: the rank of the compressed queries, which the indexer also uses.
+        top_k: the number of visible tokens that a query attends to.
+        index_heads: heads of the indexer; 0 is a layer without an indexer, which needs `indices`.
+        index_head_dim: head dim of the indexer's queries and keys.
+        index_interleaved: the layout of the indexer's rotated dims: True pairs neighboring dims
+            (GLM-5), False pairs halves (DeepSeek-V3.2).
+        sinks: the softmax of each head includes a logit without a value.
+        options: options of `MultiHeadLatentAttention`.
 
     Raises:
         ValueError: a size is not a positive integer.
@@ -97,8 +97,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         """Attention over whole sequences; see `MultiHeadLatentAttention`.
 
         Args:
-            indices: places in the row that each token attends to (`choose`). A layer without an
-                indexer needs them; another has its own.
+            indices: positions in the row that each token attends to (`choose`). A layer without an
+                indexer needs `indices`; a layer with an indexer computes them.
         """
         return self._whole(x, segment_ids, cu_seqlens, positions, indices=indices)
 
@@ -110,7 +110,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         cu_seqlens: Int[Array, " n+1"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Int[Array, "B T K"]:
-        """The places in the row that each token of whole sequences attends to."""
+        """The positions in the row that each token of whole sequences attends to."""
         x, _, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
         return self._choose_whole(x, compressed, positions, bounds)
@@ -118,7 +118,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     def _choose_whole(
         self, x: Array, compressed: Array, positions: Array, bounds: SegmentBounds
     ) -> Int[Array, "B T K"]:
-        """Of sequences in a row each as if it were alone: a row is one page."""
+        """The choice for each sequence as if it were alone; each row is one page."""
         if self.indexer is None:
             raise self._missing_choice()
         asked = self.indexer.turned(self.indexer(x, compressed), positions)
@@ -138,7 +138,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
 
     @staticmethod
     def _as_pages(x: Array) -> tuple[Array, Array]:
-        """The block tables and lengths of rows that are a page each."""
+        """The block tables and lengths of rows that are one page each."""
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)
         return rows[:, None], jnp.full_like(rows, x.shape[1])
 
@@ -188,7 +188,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
-            indices: of a layer without an indexer, the choice of a layer before it.
+            indices: for a layer without an indexer, the choice of an earlier layer.
 
         Returns:
             (float32 [B, T, hidden], the cache, the pages of keys, the choice).
@@ -225,12 +225,12 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """Pieces of prompts in lines and a token of each of other rows, as in
+        """Pieces of prompts in lines, and one token of each decoding row, as in
         `MultiHeadLatentAttention`.
 
         Args:
             index: the pages of the indexer's keys.
-            indices: of a layer without an indexer, the choices [L, T, K] and [R, 1, K].
+            indices: for a layer without an indexer, the choices [L, T, K] and [R, 1, K].
 
         Returns:
             (float32 [1, N, hidden], the cache, the pages of keys, the choices, and what follows the
@@ -247,8 +247,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         chunked = implementation if implementation == "xla" else None
 
         def read(pages: Array) -> tuple[Array, Rows, Any]:
-            """Pages of all GPUs in the order of rows. To the ops each line is a row, whose earlier
-            lines are its prefix."""
+            """The pages of all GPUs in the order of rows. For the ops each line is a row whose
+            prefix is its row's earlier lines."""
             pages, tables, read_layer = prefix_of(parallel, pages, jnp.asarray(block_tables), layer)
             return pages, (lines.of_row(tables, 0), lines.seq_lens, lines.query_lens), read_layer
 
@@ -274,8 +274,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         )  # fmt: skip
         out, values, rest = self._values_of(out), None, [None]
         if rows is not None:
-            # The prompts' choice reads the index keys before the rows write theirs: XLA would keep
-            # a copy for what it reads later.
+            # A barrier: the prompts' choice reads the index keys before the rows write theirs.
+            # Otherwise XLA would copy the keys for the later read.
             picked, index = lax.optimization_barrier((picked, index))
             given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
             values, index, of_rows_picked, *rest = self._attend_rows(
@@ -304,20 +304,21 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """The next S tokens of each row, as in `MultiHeadLatentAttention`.
+        """Decodes the next S tokens of each row, as in `MultiHeadLatentAttention`.
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
-            indices: of a layer without an indexer, the choice of a layer before it: positions in
-                the row, whichever GPU has them.
+            indices: for a layer without an indexer, the choice of an earlier layer: positions in
+                the row, on any GPU.
             batch_invariant: see `mla_sparse_decode`.
-            spread: of pages that several GPUs have a part of each. Not with sinks.
+            spread: a `ContextParallelPages`, if several GPUs each store a part of each row's pages.
+                Not with sinks.
 
         Returns:
             (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None;
             and the mailbox of a `spread` that has one).
         """
-        x = tokens_of(x)  # which the indexer reads too
+        x = tokens_of(x)  # because the indexer reads x too
         index = self._checked(kv_cache, index)
         compressed, rotation, kv_cache, rows = self._write_rows(
             x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
@@ -334,7 +335,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         return self._output(x, values, kv_cache, *rows), kv_cache, *rest
 
     def _checked(self, kv_cache: Array, index: IndexPages | None) -> IndexPages | None:
-        """The pages of keys, if they are there as they are needed."""
+        """Checks the pages of keys if the layer has an indexer; returns None if it has none."""
         name = type(self).__name__
         if self.indexer is None:
             return None
@@ -368,8 +369,10 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """(heads' outputs, the pages with the tokens' keys, the choice, the arena or None,
-        mailboxes) of queries before rotation; `asked` is what the indexer gave, if there is one."""
+        """(heads' outputs, pages with the tokens' keys, the choice, the arena or None, mailboxes).
+
+        The queries `q` are not yet rotated. `asked` are the indexer's outputs, if there is one.
+        """
         rows = block_tables, seq_lens, query_lens
         if spread is not None and self.sinks is not None:
             raise ValueError(
@@ -415,7 +418,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         batch_invariant: bool = False,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, list[Arena]]:
-        """(outputs in the latent, log-sum-exps, the arena if one came in) of absorbed queries."""
+        """(outputs in the latent space, LSEs, the arena if one was given), for absorbed queries."""
         both: Any = tuple(queries) if len(queries) > 1 else queries[0]
         block_tables, seq_lens, query_lens = rows
         arrays = both, kv_cache, block_tables, seq_lens, indices

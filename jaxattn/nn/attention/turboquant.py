@@ -1,4 +1,4 @@
-"""Grouped-query attention whose cache keeps TurboQuant's codes in place of keys and values."""
+"""Grouped-query attention whose cache stores TurboQuant codes instead of keys and values."""
 
 from typing import Any
 
@@ -18,18 +18,20 @@ from jaxattn.parallel import ContextParallelPages, Parallel
 class TurboQuantAttention(GroupedQueryAttention):
     """`GroupedQueryAttention`, with its parameters, over a TurboQuant cache.
 
-    The cache is uint8 [L, N, Hk, bytes], or [N, Hk, bytes]. One GPU has all pages of a row: prefill
-    raises ValueError for a `parallel` with a context, and decode for a `spread`.
+    The cache is uint8 [L, N, Hk, bytes] or [N, Hk, bytes]. All pages of a row are on one GPU:
+    `prefill` raises ValueError if `parallel` divides the pages of a row, and `decode` if `spread`
+    is given.
 
-    New tokens are written first and read back with all others. So a prompt sees the same keys and
-    values in one chunk or in several, and decoding the same as both. Training sees exact ones.
+    The layer first writes new tokens to the cache, and then reads them back with all others. A
+    prompt therefore sees the same keys and values in one chunk, in several chunks, and in decode
+    steps. Training uses the unquantized keys and values.
 
     Args:
-        preset: of the cache, see `gqa.TurboFormat`.
-        sizes, options: of `GroupedQueryAttention`.
+        preset: preset of the cache; see `gqa.TurboFormat`.
+        sizes, options: arguments of `GroupedQueryAttention`.
 
     Raises:
-        ValueError: a size does not fit, or the preset has no such head dim.
+        ValueError: a size is wrong, or the preset does not support the head dim.
     """
 
     def __init__(self, preset: str, *sizes: int, rngs: nnx.Rngs, **options: Any):

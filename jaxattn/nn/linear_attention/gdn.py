@@ -33,7 +33,7 @@ class GatedDeltaNet(DeltaLayer):
 
     Parameters (Dc = 2 * Hk * Dk + Hv * Dv):
         in_proj_qkvz [hidden, Dc + Hv * Dv]: columns q | k | v | z, head after head (Qwen3-Next's
-            checkpoints interleave them per key head: reorder on loading)
+            checkpoints interleave them per key head; reorder them when you load the model)
         in_proj_ba [hidden, 2 * Hv]: columns b | a
         conv1d [Dc, W]: causal and depthwise, over q, k and v
         A_log, dt_bias float32 [Hv]   norm [Dv]   out_proj [Hv * Dv, hidden]
@@ -45,7 +45,7 @@ class GatedDeltaNet(DeltaLayer):
             dtype.
         param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
         out_init_scale: scale of the initial out_proj, for deep residual stacks.
-        fp8: the names of those linears whose weights are FP8, see `Fp8Linear`.
+        fp8: the names of the linears whose weights are FP8; see `Fp8Linear`.
 
     Raises:
         ValueError: a size is not a positive integer, `conv_width` is below 2, or `num_v_heads` is
@@ -89,7 +89,7 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
-        # in_proj_ba in two parts, where a decode step has them.
+        # in_proj_ba as two FP8 parts, in the stacks that a decode step reads.
         self.gates_in_stack: ExtraFp8Weights | None = None
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -131,7 +131,7 @@ class GatedDeltaNet(DeltaLayer):
         )
 
     def packed_weights(self) -> Float[Array, "*L P"]:
-        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        """The small weights of one layer or of a stack of layers, as decode reads them."""
         return pack_gdn_weights(
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )

@@ -37,9 +37,9 @@ class KimiDeltaAttention(DeltaLayer):
     The gates (`jaxattn.kda.kda_gates`) are float32, and so is the state.
 
     Args:
-        gate_rank: of the projections to decays and output gate (Kimi-Linear: D); None projects
+        gate_rank: rank of the projections to decays and output gate (Kimi-Linear: D); None projects
             directly (Ling-3.0).
-        lower_bound: of the log decays (Ling-3.0: -5); None is Kimi's gate.
+        lower_bound: lower bound of the log decays (Ling-3.0: -5); None is Kimi's gate.
         dtype: the operands of every matrix product (sums are float32), and the convolution state's
             dtype.
         param_dtype: the dtype that the weights other than A_log and dt_bias are stored in.
@@ -122,7 +122,7 @@ class KimiDeltaAttention(DeltaLayer):
         )
 
     def packed_weights(self) -> Float[Array, "*L P"]:
-        """The small weights as decoding reads them, of one layer or of a stack of layers."""
+        """The small weights of one layer or of a stack of layers, as decode reads them."""
         return kda.pack_kda_weights(
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
@@ -138,11 +138,11 @@ class KimiDeltaAttention(DeltaLayer):
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        del packed  # each projection is an array of its own
+        del packed  # each projection is a separate array
         return DeltaProjections(*projected)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow
+        beta = made.beta[..., : self.num_heads]  # packed parameters may be padded with zeros
         return kda.kda_gates(
             made.decays.reshape(*beta.shape, self.head_dim),
             beta,

@@ -22,19 +22,19 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpiloguePa
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Slots that take each sequence's state after every so many tokens.
+    """Slots that receive each sequence's state after every `tokens` tokens.
 
-    They are states of the recurrence alone. That of a convolution before it is its last W - 1
-    inputs, which the caller has: of the `x` that `causal_conv1d` was given, the tokens
-    `x[:, end - (W - 1) : end]`, where the checkpoint is taken before token `end`.
+    The slots hold states of the recurrence only. The caller already has the convolution's state,
+    its last W - 1 inputs. For a checkpoint before token `end`, this state is
+    `x[:, end - (W - 1) : end]` of `causal_conv1d`'s input `x`.
 
     Attributes:
-        slots: `slots[i, j]` takes sequence i's state after `(j + 1) * tokens` tokens; -1 keeps
-            nothing, and what lies past a sequence's end is ignored. The rules of `write_indices`
+        slots: `slots[i, j]` receives sequence i's state after `(j + 1) * tokens` tokens. -1 stores
+            nothing, and entries past a sequence's end are ignored. The rules of `write_indices`
             hold for both together.
-        tokens: a multiple of chunk_size, counted from each sequence's first token of the call: a
-            prompt that comes in parts has its checkpoints where it wants them if the parts are
-            multiples of it too.
+        tokens: Distance of the checkpoints, a multiple of chunk_size, counted from each sequence's
+            first token in the call. If a prompt comes in parts, make each part a multiple of
+            `tokens` too.
     """
 
     slots: Int[Array, "n M"]
@@ -44,15 +44,15 @@ class Checkpoints:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputNorm:
-    """`o / rms(o) * weight * silu(z)` over Dv, in float32: Qwen3-Next's convention.
+    """The gated norm `o / rms(o) * weight * silu(z)` over Dv in float32, as in Qwen3-Next.
 
-    Kimi's rule, `jaxattn.kda`, has sigmoid(z) in place of silu(z).
+    Kimi's rule, `jaxattn.kda`, uses sigmoid(z) instead of silu(z).
 
     Attributes:
-        gate: z is in its last Hv * Dv columns, head after head. The packed projection q | k | v | z
-            serves as it is, N = Dc + Hv * Dv.
-        weight: of the norm.
-        eps: added to the mean square.
+        gate: An array with z in its last Hv * Dv columns, head after head. You can pass the packed
+            projection `q | k | v | z` with N = Dc + Hv * Dv.
+        weight: Weight of the norm.
+        eps: Number added to the mean square.
     """
 
     gate: Float[Array, "B T N"]
@@ -61,7 +61,7 @@ class OutputNorm:
 
 
 def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> NormEpilogueParams | None:
-    """What the kernel takes of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
+    """Returns the kernel's form of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
     if norm is None:
         return None
     if not isinstance(norm, OutputNorm):
@@ -82,10 +82,13 @@ def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> NormEpi
 
 
 def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) -> Any:
-    """Those of `count` sequences with slots as `keep_concrete` has them, None where none are kept.
+    """Returns checked checkpoints of `count` sequences, or None if they have no slots.
+
+    The slots stay NumPy arrays if they are concrete (`keep_concrete`).
 
     Raises:
-        TypeError, ValueError: it is another thing, or a field does not fit; it is named.
+        TypeError, ValueError: `checkpoints` has a wrong type, or a field does not fit; the message
+            names it.
     """
     if checkpoints is None:
         return None
@@ -113,7 +116,7 @@ def check_writes(
     layer: int | Array | None,
     kept: Array | None,
 ) -> Array:
-    """The slots of the final states; raises where they or the checkpoints' slots do not fit."""
+    """Returns the final states' slots; raises if they or the checkpoints' slots do not fit."""
     count = reads.shape[0]
     if writes is not None:
         fits = writes.shape == (count,)
@@ -121,7 +124,7 @@ def check_writes(
     finals = write_slots(op, state, reads, writes, layer, 1)
     if kept is None or isinstance(kept, jax.core.Tracer):
         return finals
-    # Of one width: of uint64 and int64 NumPy would make float64.
+    # Cast to one dtype, because NumPy promotes uint64 with int64 to float64.
     every: Any = np.asarray(kept).astype(np.int64)
     name = "checkpoints.slots"
     if not isinstance(finals, jax.core.Tracer):

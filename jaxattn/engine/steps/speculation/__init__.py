@@ -1,1 +1,1 @@
-"""Speculative decoding: where drafts come from, and what of them counts."""
+"""Speculative decoding: the sources of drafts, and their verification."""

@@ -1,17 +1,17 @@
-"""Drafts by the model's own draft head (multi-token prediction): it guesses as the model decodes.
+"""Drafts by the model's own draft head (multi-token prediction), which runs in the decode step.
 
-    pair      a token, and what the output head read of the token before it
-    draft     the head reads the pairs of the tokens that the last step gave, and guesses what
-              follows; of several guesses each one reads the guess before it
-    keep      the step keeps what the output head read of its tokens, for the next pairs
+    pair      a token, and the output head's input for the token before it
+    draft     the head reads the pairs of the last step's tokens and guesses the next token; each
+              further guess reads the guess before it
+    keep      the step keeps the output head's inputs for its tokens, for the next pairs
 
-A pair needs a token that was sampled, so it waits for the next step: whichever executable sampled
-the token. The head caches a pair where the first of its tokens is cached, in pages of its own layer
-in the row's block table. A guess that was wrong is overwritten there, as are the model's.
+A pair needs a sampled token, so it waits for the next step, whichever executable sampled the token.
+The head caches a pair at the position of its first token, in pages of its own layer in the row's
+block table. A rejected guess is overwritten there, as it is in the model's caches.
 
-The cache affects which drafts come, and so the speed, but never what a row says. It lacks the pairs
-of steps without drafts, but for the last. The pair at the end of a cached prefix is that of the
-first row, whose next token may be another.
+The cache affects the drafts, and so the speed, but never the output. It lacks the pairs of steps
+without drafts, except the last. The pair at the end of a cached prefix is that of the first row,
+whose next token may differ.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def guess(
     """Guesses `drafts` tokens for each row at `places`, and caches the pairs that waited.
 
     Args:
-        checkpoints: slots between those of rows and the spare ones.
+        checkpoints: The number of slots between the rows' slots and the spare ones.
     """
     found = read(rows, places)
     logits, hidden, state, there = _read_pairs(model, params, state, rows, found, **options)
@@ -69,21 +69,22 @@ def read_pairs(
     places: Int[Array, "b"],
     **options: Any,
 ) -> DecodeState:
-    """The state in which the head has cached the pairs of rows that wait; it guesses nothing."""
+    """Returns the state after the head has cached the waiting pairs, without a guess."""
     return _read_pairs(model, params, state, rows, read(rows, places), **options)[2]
 
 
 def _read_pairs(
     model: Model, params: Any, state: DecodeState, rows: DeviceBatch, found: RowView, **options: Any
 ) -> tuple[Array, Array, DecodeState, Array]:
-    """What `Model.draft` gives of the last of the pairs that wait, and which rows have any."""
+    """Returns `Model.draft` for the last waiting pair of each row, and which rows have any."""
     kept = state.caches[DRAFT]
     hidden = kept[DRAFT_HIDDEN].at[found.at].get(mode="fill", fill_value=0)
     pairs = kept[DRAFT_PAIRS].at[found.at].get(mode="fill", fill_value=0)
     there = (found.cursor.active > 0) & (pairs > 0)
-    first = found.cursor.length - pairs  # where the first token of the first pair stands
+    first = found.cursor.length - pairs  # position of the first token of the first pair
     most = hidden.shape[1]
-    # The second tokens; behind the last pair they are anything, and are cached where the next go.
+    # The second tokens of the pairs. After the last pair they are arbitrary, and the next pairs
+    # overwrite them in the cache.
     at = first[:, None] + 1 + jnp.arange(most)
     tokens = rows.history.at[found.at[:, None], at].get(mode="fill", fill_value=0)
     batch = DecodeBatch(
@@ -110,12 +111,12 @@ def read_prompts(
     hidden: Float[Array, "N hidden"],
     **options: Any,
 ) -> DecodeState:
-    """The state in which the head has cached the pairs of a step's prompts.
+    """Returns the state after the head has cached the pairs of a step's prompts.
 
     Args:
-        following: int32 [B], the token behind each row's piece; -1 where the step ends its prompt,
-            whose last pair waits.
-        hidden: what the output head reads of each token.
+        following: int32 [B], the token after each row's piece; -1 if the step ends the prompt,
+            whose last pair then waits.
+        hidden: The output head's input for each token.
     """
     tokens = jnp.roll(prompts.tokens.reshape(-1), -1)
     at = jnp.where(prompts.query_lens > 0, prompts.layout.last, tokens.size)
@@ -130,11 +131,11 @@ def keep(
     hidden: Float[Array, "b *S hidden"],
     pairs: Int[Array, "b"] | int = 1,
 ) -> DecodeState:
-    """The state with what the output head read of a step's tokens, of rows at places.
+    """Returns the state with the output head's inputs for a step's tokens, for rows at `places`.
 
     Args:
-        hidden: of one token, or of S.
-        pairs: how many of the S count.
+        hidden: The inputs for one token, or for S tokens.
+        pairs: The number of valid ones among the S.
     """
     kept = state.caches[DRAFT]
     at = jnp.where(places < 0, len(kept[DRAFT_PAIRS]), places)

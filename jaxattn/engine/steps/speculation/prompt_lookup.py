@@ -1,6 +1,6 @@
-"""Drafts by prompt lookup: what a row may say next is read off what it said before.
+"""Drafts by prompt lookup: the draft repeats earlier tokens of the row.
 
-The draft is the tokens that followed the latest place where the row had its last two or three.
+The draft is the tokens after the latest earlier occurrence of the row's last two or three tokens.
 """
 
 import jax
@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 from jaxattn.engine.steps.device_batch import DeviceBatch, read
 from jaxattn.engine.steps.speculation.verification import DraftTokens
 
-# A draft follows so many equal tokens at least; of places with more than MOST the latest is taken.
+# A draft needs at least LEAST matching tokens. At most MOST count; ties go to the latest place.
 LEAST, MOST = 2, 3
 
 
@@ -19,10 +19,10 @@ def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: 
     """Looks up `drafts` tokens for each row at `places`.
 
     Args:
-        checkpoints: slots between those of rows and the spare ones.
+        checkpoints: The number of slots between the rows' slots and the spare ones.
     """
     found = read(rows, places)
-    last = found.cursor.length  # where the last token stands
+    last = found.cursor.length  # position of the last token
     history = rows.history.at[found.at].get(mode="fill", fill_value=0)
     column = jnp.arange(history.shape[1])
     same, equal = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
@@ -33,7 +33,7 @@ def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: 
         equal += same
     there = (equal >= LEAST) & (column < last[:, None])
     at = jnp.argmax(jnp.where(there, equal * len(column) + column, -1), axis=1)
-    # What was said since then is said again, where the draft is longer than that.
+    # If the draft is longer than the text since the match, it repeats that text.
     since = jnp.maximum(last - at, 1)[:, None]
     follows = at[:, None] + 1 + jnp.arange(drafts) % since
     guessed = jnp.take_along_axis(history, follows, axis=1)

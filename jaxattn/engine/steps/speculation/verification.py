@@ -1,22 +1,22 @@
-"""Verification of drafts: the tokens that the model samples behind a row's last token and draft.
+"""Verification of drafts: sampling after a row's last token and after each token of its draft.
 
     draft     prompt_lookup.py, draft_head.py
     decode    the last token and the draft, in one step of S tokens
-    verify    a token is sampled behind each of them, as if there were no draft; the draft counts as
-              far as it is what was sampled
+    verify    a token is sampled after each of them as if there were no draft; draft tokens are
+              accepted as long as they equal the sampled ones
 
-A token is sampled by the same key of seed and position with and without a draft. So every row gets
-the tokens that it would have got one by one, as far as the logits are the same. A draft can only
-change how many of them come at once. (A draft is certain of itself. To accept it with the chance
-that the model gives it, and to draw from the rest otherwise, is to draw and to compare.)
+With and without a draft, the seed and the position give the same key to a token. So with equal
+logits, drafts do not change a row's tokens, only how many come at once. (A draft puts all
+probability on one token. Rejection sampling, which accepts it with the model's probability and
+otherwise draws from the rest, is then equal to drawing and comparing.)
 
-Penalties look at what a row said, so a row with penalties gets no draft.
+Penalties depend on earlier tokens of the row, so a row with penalties gets no draft.
 
-What a step wrote behind the tokens that count is written again: caches of tokens go by the row's
-length. Recurrent states do not, so the step keeps the states behind each of its tokens, each in
-another slot of the row, and the row goes on from one of them:
+Token caches go by the row's length, so later steps overwrite the entries of rejected tokens.
+Recurrent states do not, so the step keeps the states after each of its tokens, each in another slot
+of the row. The row continues from one of them:
 
-    slot of a row            what it was given; its prompt is read there
+    slot of a row            the slot from the scheduler, in which its prompt is read
     batch + checkpoints + i  spare slots: the first of all rows, then the second of all rows
 """
 
@@ -37,13 +37,13 @@ from jaxattn.models.interface import DecodeBatch
 
 
 class DraftTokens(NamedTuple):
-    """Rows and what they may say next.
+    """The rows of a step and their drafts.
 
     Attributes:
-        read: the rows.
-        tokens: int32 [b, S], each row's last token and the draft behind it.
-        found: bool [b], whether there is a draft.
-        slots: int32 [b, S], where the states behind each token are kept; -1 for padding.
+        read: The rows.
+        tokens: int32 [b, S], each row's last token and the draft after it.
+        found: bool [b], whether the row has a draft.
+        slots: int32 [b, S], the slots for the states after each token; -1 for padding.
     """
 
     read: RowView
@@ -64,10 +64,10 @@ class DraftTokens(NamedTuple):
         there: Bool[Array, "b"],
         checkpoints: int,
     ) -> Self:
-        """Of rows and guesses, which are `there` in some; rows with penalties get none.
+        """Combines rows with guesses. Rows that are not `there` or have penalties get no draft.
 
         Args:
-            checkpoints: slots between those of rows and the spare ones.
+            checkpoints: The number of slots between the rows' slots and the spare ones.
         """
         tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
         active = found.cursor.active > 0
@@ -77,21 +77,21 @@ class DraftTokens(NamedTuple):
 
 
 def _penalized(found: RowView) -> Bool[Array, "b"]:
-    """Rows whose logits depend on what they said: a draft behind one would have to be counted."""
+    """Returns which rows have penalties, for which each draft token would have to be counted."""
     repeats = found.number("repetition_penalty") != 1
     taken = (found.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
     return functools.reduce(operator.or_, taken, repeats)
 
 
 def _slots(found: RowView, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
-    """The slots of each row: its first and its spare ones. It may be in any of them now."""
+    """Returns each row's own slot and its spare ones. The current states may be in any of them."""
     now, spare = found.integer("slot"), batch + checkpoints
     first = jnp.where(now < batch, now, (now - spare) % batch)[:, None]
     return jnp.concatenate([first, spare + first + batch * jnp.arange(drafts)], axis=1)
 
 
 def draft_batch(rows: DeviceBatch, made: DraftTokens, *, recurrent: bool) -> DecodeBatch:
-    """What the model decodes."""
+    """Returns the batch that the model decodes."""
     active, tokens = made.active, made.tokens
     return DecodeBatch(
         tokens=jnp.where(active[:, None], tokens, 0),
@@ -106,14 +106,14 @@ def draft_batch(rows: DeviceBatch, made: DraftTokens, *, recurrent: bool) -> Dec
 def verify(
     rows: DeviceBatch, logits: Float[Array, "b S vocab"], made: DraftTokens, level: SamplingMode
 ) -> tuple[DeviceBatch, Int[Array, "b S 2"]]:
-    """Samples behind each token, and keeps what the draft was right about and one token more.
+    """Samples after each token, and accepts the correct part of the draft and one more token.
 
     Args:
-        level: without log-probabilities.
+        level: The sampling mode; log-probabilities are not supported.
 
     Returns:
-        (the rows; int32 [b, S, 2]: tokens, each with a `FinishCode`; IDLE behind those that
-        count).
+        (the rows; int32 [b, S, 2]: the tokens, each with a `FinishCode`, which is IDLE for tokens
+        that are not accepted).
     """
     found, active = made.read, made.active
     count, width = made.tokens.shape

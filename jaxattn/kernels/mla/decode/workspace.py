@@ -14,7 +14,7 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     packed_rows,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 
 
 def scratch(
@@ -27,25 +27,26 @@ def scratch(
     kv_lora_rank: int = RANK,
     dtype: Any = jnp.bfloat16,
 ) -> ArenaSpec:
-    """What `mla_decode` keeps in the arena: its output, and where it splits rows float32 partials.
+    """Returns the scratch of `mla_decode` in the arena: its output, and float32 partial results of
+    split rows.
 
     Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
+        batch: B, the rows of the bucket.
+        q_len: S, the query tokens of a row.
         num_heads: H.
-        max_pages: M, width of the block tables; long rows of a small batch are split.
-        page_size: C, tokens of a page.
+        max_pages: M, the width of the block tables; long rows of a small batch are split.
+        page_size: C, the tokens of a page.
         kv_lora_rank: R.
-        dtype: the queries' dtype.
+        dtype: The queries' dtype.
 
     Returns:
-        Regions `out` [B, rows, R] with row s * H + h, S * H rounded up to 8, or to 64 if it is more
-        than 24; and, for a batch that may be split, `partial_out` float32
-        [parts, 2, rows, R]: at most 33 MiB, whatever the batch.
-        DeepSeek-R1 at 2048 rows: 256 MiB, for all layers.
+        Region `out` [B, rows, R], where row s * H + h is head h of token s. S * H rows are rounded
+        up to a multiple of 8, or of 64 if there are more than 24. If rows of the batch may be
+        split, also region `partial_out` float32 [parts, 2, rows, R], which is at most 33 MiB for
+        any batch. DeepSeek-R1 at 2048 rows needs 256 MiB for all layers.
 
     Raises:
-        ValueError: a size is not a positive integer; it is named.
+        ValueError: A size is not a positive integer; the message names the size.
     """
     sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
     check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)

@@ -1,8 +1,9 @@
-"""The body of MLA attention over lists of positions: `mla_decode`'s, which finds its keys there.
+"""The body of MLA attention over lists of positions: that of `mla_decode`, with keys from the
+lists.
 
-Each token is a row of its own, whose keys are the K entries of its list, 64 a page. The three
-warpgroups, their shared memory and the order of their products are warp_specialized/kernel.py's;
-token_loader.py brings the keys, and list_mask.py says which count.
+Each token is a row of its own, whose keys are the K entries of its list, 64 per page. The three
+warpgroups, their shared memory and the order of their products are those of
+warp_specialized/kernel.py. token_loader.py loads the keys, and list_mask.py masks them.
 """
 
 import dataclasses
@@ -13,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.attention.work_iterator import WorkIterator
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
-from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.index.work_tiles import visible_keys
 from jaxattn.kernels.mla.sparse.list_mask import ListMask
 from jaxattn.kernels.mla.sparse.token_loader import (
@@ -26,13 +27,13 @@ from jaxattn.kernels.mla.sparse.token_loader import (
 
 
 @dataclasses.dataclass(frozen=True)
-class ListPartition(WorkPartition):
-    """A block's part of the tokens' lists.
+class ListIterator(WorkIterator):
+    """The iteration over a CTA's part of the tokens' lists.
 
     Attributes:
-        most: pages of a list.
-        apart: 1, or where no list is cut how far the part's tokens are from each other.
-        whole: whether none is. Else all have `most` pages, and no length is read.
+        most: Pages of a list.
+        apart: 1, or if no list is split the distance between the part's tokens.
+        whole: Whether no list is split. All then have `most` pages, and no length is read.
     """
 
     most: int
@@ -54,9 +55,9 @@ class ListPartition(WorkPartition):
         return super().pages_in(length) if self.whole else jnp.int32(self.most)
 
     @classmethod
-    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
+    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListIterator":
         rows, entries = refs.indices_ref.shape
-        part = WorkPartition.of(refs, index)
+        part = WorkIterator.of(refs, index)
         given = {x.name: getattr(part, x.name) for x in dataclasses.fields(part)}
         if whole:
             number = lax.div(rows + parts - 1 - index, parts)
@@ -66,26 +67,26 @@ class ListPartition(WorkPartition):
 
 
 class MlaSparseKernel(MlaDecodeKernel):
-    """The three warpgroups of a block.
+    """The three warpgroups of a CTA.
 
     Attributes:
-        tokens_of_row: rows here that share a row of the block tables.
-        whole: whether no list is cut. Then a block has every so many-th token: blocks that run
-            beside each other have neighbours, whose lists have much in common, in L2.
+        tokens_of_row: Tokens, which are rows here, that share a row of the block tables.
+        whole: Whether no list is split. A CTA then has every n-th token, so that concurrent CTAs
+            process neighboring tokens, whose lists have much in common in L2.
     """
 
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, whole: bool):
         self.tokens_of_row, self.whole = tokens_of_row, whole
         super().__init__(cut, refs)
 
-    def partition(self) -> WorkPartition:
-        return ListPartition.of_lists(self.refs, self.index, self.cut.parts, self.whole)
+    def work_iterator(self) -> WorkIterator:
+        return ListIterator.of_lists(self.refs, self.index, self.cut.parts, self.whole)
 
     def page_loader(self) -> TokenLoader:
         return (Fp8TokenLoader if self.cut.latents.quantized else WideTokenLoader)(self)
 
     def visible(self, row: jax.Array) -> jax.Array:
-        """The positions that the token sees."""
+        """The number of the row's positions that the token sees."""
         refs = self.refs
         if refs.visible_ref is not None:
             return refs.visible_ref[row]
@@ -96,5 +97,5 @@ class MlaSparseKernel(MlaDecodeKernel):
         return visible_keys(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
-        del length  # of the list
+        del length  # the list's length
         return ListMask(self, row, start)

@@ -1,7 +1,7 @@
-"""Calls whose arguments are texts between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
+"""Formats of tool calls with arguments between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
 
-A value is the text between its tags; only the tool's schema says whether `12345` is a string. An
-end tag within a value ends it only where what follows an argument follows the tag.
+A value is the text between its tags. Only the tool's schema determines whether `12345` is a string.
+An end tag ends a value only if it is followed by a tag that may come after an argument.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 class QwenCoderFormat(HermesFormat):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>
 
-    Qwen3-Coder and Qwen3.5 write it. Like these models, the reader also takes Hermes' JSON.
+    Qwen3-Coder and Qwen3.5 use this format. As these models also write Hermes' JSON, the reader
+    accepts it.
     """
 
     name = "qwen3_coder"
@@ -76,9 +77,9 @@ class QwenCoderFormat(HermesFormat):
 
 
 class GlmFormat(HermesFormat):
-    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, in GLM-4.5 and later.
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
 
-    The reader also takes Hermes' JSON.
+    GLM-4.5 and later models use this format. The reader also accepts Hermes' JSON.
     """
 
     name = "glm"
@@ -116,7 +117,7 @@ class GlmFormat(HermesFormat):
 
 
 class DsmlFormat(ToolFormat):
-    """DeepSeek-V3.2's markup, whose parameters say whether they are strings or JSON.
+    """DeepSeek-V3.2's markup, which marks each parameter as a string or as JSON.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="f">
@@ -124,7 +125,7 @@ class DsmlFormat(ToolFormat):
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-    An invocation may hold a JSON object in the place of parameters. DeepSeek-V4's section is called
+    An invocation may contain a JSON object instead of parameters. DeepSeek-V4 calls the section
     tool_calls.
     """
 
@@ -160,7 +161,7 @@ class DsmlFormat(ToolFormat):
             invokes = (yield from cursor.one_of(INVOKE, *ends)) == INVOKE
 
     def _parameters(self, cursor: TextCursor) -> Scan[str]:
-        """The object of an invocation's parameters, up to its end tag, which is consumed."""
+        """Reads an invocation's parameters and its end tag, and returns them as a JSON object."""
         found: dict[str, str] = {}
         mark = yield from cursor.one_of(GIVEN, INVOKE_END)
         while mark == GIVEN:
@@ -186,15 +187,16 @@ def _value(
     missing: Sequence[str],
     closing: tuple[str, ...] = (),
 ) -> Scan[tuple[str, str]]:
-    """(the value up to its end tag, the tag after that).
+    """Reads a value and its end tag, and returns the value and the tag after it.
 
     Args:
-        following: tags of which one follows the end tag, or else the value goes on.
-        missing: marks before which the end tag has to stand.
-        closing: (the end tag of a call, a mark that may not follow it before the value's end tag).
+        end: The end tag of the value.
+        following: The tags that can follow the end tag. Without one of them the value goes on.
+        missing: The marks that must not stand before the end tag.
+        closing: (the end tag of a call, the mark that must not follow it before `end`).
 
     Raises:
-        Unreadable: the end tag is missing.
+        Unreadable: If the end tag is missing.
     """
     parts: list[str] = []
     while True:
@@ -211,7 +213,7 @@ def _value(
 
 
 def _name(cursor: TextCursor, end: str) -> Scan[str]:
-    """A function's or an argument's name, up to an end mark in the same line."""
+    """Reads the name of a function or an argument, up to an end mark in the same line."""
     text, mark = yield from cursor.until(end, "\n")
     name = text.strip()
     if mark != end or not 0 < len(name) <= MOST_NAME:
@@ -229,6 +231,6 @@ def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
 
 
 def _object(values: dict[str, str]) -> str:
-    """The JSON of an object, of that of its values."""
+    """Returns a JSON object, given the JSON of its values."""
     pairs = (f"{lossless_json.quoted(key)}:{value}" for key, value in values.items())
     return "{" + ",".join(pairs) + "}"

@@ -11,9 +11,10 @@ import pytest
 
 from jaxattn import gdn
 from jaxattn.kernels.gdn.prefill import launch as gdn_prefill
+from jaxattn.kernels.gdn.prefill.chunk_plan import PrefillStatePool
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch as gdn_prefill_state
 from jaxattn.kernels.gdn.prefill.intra_chunk import launch as gdn_prefill_chunk
-from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, segment_tokens
+from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, segment_tokens
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
@@ -96,7 +97,10 @@ def test_equal_keys_without_decay(beta, implementation):
     assert_matches(case, *run(case, implementation))
 
 
-@both_devices
+@slow_interpreted(
+    "a state of another slot; found by races of segments there, whose states have slots, by "
+    "ops/gdn's cases of XLA and by the same test on a GPU too"
+)
 def test_states_by_slot_beside_padding(implementation):
     """Slot 0 and the last one are live; a fresh sequence, an empty one, and one that is padding.
     The first is cut in two segments."""

@@ -43,13 +43,14 @@ def attend(case, implementation, **options):
 
 @pytest.mark.slow_cases(
     reason="what is skipped, whole rows and their order: a padding row, a chunk of more than 64 "
-    "tokens, more tokens than blocks; found by the tests of mla_decode, whose body this is, too"
+    "tokens, more tokens than blocks, a cut; found by the tests of mla_decode, whose body this is, "
+    "too"
 )
 @both_devices
 @pytest.mark.parametrize(
     "given",
     [
-        pytest.param(CUT, id="cut_with_sinks"),
+        pytest.param(CUT, id="cut_with_sinks", marks=pytest.mark.slow),
         pytest.param(RAGGED, id="block_scaled_ragged_with_sinks"),
         slow(FEW),
         slow(SHORT),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.validation.array_checks import check_sizes, check_window
 from jaxattn.kernels.gqa.decode.smem import block_columns, refusal
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import (
     check_groups,
     may_cut,
     most_steps,
@@ -29,28 +29,31 @@ def scratch(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
 ) -> ArenaSpec:
-    """What `gqa_decode` keeps in the arena: its output, and where it cuts rows float32 partials.
+    """Returns the scratch of `gqa_decode` in the arena: its output, and float32 partial results of
+    split pairs.
 
     Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
+        batch: B, the rows of the bucket.
+        q_len: S, the query tokens of a row.
         num_heads: H.
         num_kv_heads: Hk.
         head_dim: D.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
-        window: keys that a token sees; None is all, which takes as much or more.
-        dtype: the queries' dtype.
-        cache_dtype: of keys and values; None is `dtype`.
+        max_pages: M, the width of the block tables.
+        page_size: C, the tokens of a page.
+        window: The number of keys that a token sees; None means all, which needs at least as much
+            scratch.
+        dtype: The queries' dtype.
+        cache_dtype: The dtype of keys and values; None means `dtype`.
 
     Returns:
-        Regions `out` [B, S, H, D]; and, for pairs that may be cut, `partial_out` float32
-        [parts, 2, rows, D] of S * group rows, rounded up to 8, and at most 132 parts: 1 MiB for 32
-        query heads over 8 of 128 dims, whatever the batch and the context.
-        Nothing for shapes and dtypes that the kernel refuses, as XLA keeps its own.
+        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32
+        [parts, 2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132
+        parts. For 32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch
+        and context. Empty for shapes and dtypes that the kernel does not support, because XLA
+        allocates its own scratch.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; it is named.
+        TypeError, ValueError: A size is not a positive integer; the message names the size.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
@@ -70,7 +73,7 @@ def scratch(
 
 
 def spec_of(shape: tuple[int, ...], rows: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
-    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    """Returns the arena spec for outputs [B, S, H, D], and `rows` packed rows per pair."""
     regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:
         regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)

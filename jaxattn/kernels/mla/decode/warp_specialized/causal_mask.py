@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import visible_keys
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
+from jaxattn.kernels.attention.work_iterator import visible_keys
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeCta
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT
 
 
 def tile_iota(dimension: int) -> jax.Array:
@@ -16,7 +17,7 @@ def tile_iota(dimension: int) -> jax.Array:
 
 
 class CausalMask:
-    """Of the pages of a row's piece, which begins at page `start` of the row."""
+    """The mask of the pages of a row's piece, which begins at page `start` of the row."""
 
     def __init__(self, block: MlaDecodeCta, row: jax.Array, start: jax.Array, length: jax.Array):
         cut, refs = block.cut, block.refs
@@ -29,11 +30,12 @@ class CausalMask:
         )  # fmt: skip
 
     def of_page(self, i: jax.Array) -> Any:
-        """What is read of the piece's page i before its scores are begun."""
+        """The mask data of the piece's page i, which is read before the page's scores are
+        issued."""
         return i
 
     def told(self, page: Any) -> Any:
-        """What that says, once the scores are there."""
+        """The mask data after the scores are done."""
         return page
 
     def all_seen(self, i: Any) -> jax.Array:

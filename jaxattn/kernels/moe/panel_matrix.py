@@ -1,13 +1,15 @@
-"""The next tile of a grouped product's block, and where rows of operands and results lie."""
+"""Matrices in panels of columns, as operands and results of the grouped products."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.moe.tile_config import GROUP
+
+WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,8 +17,8 @@ class PanelMatrix:
     """A matrix [rows, K] in a 2-D array: panels of `width` columns, one below the other.
 
     Attributes:
-        first: row of the array where it begins.
-        rows: of a panel.
+        first: The row of the array where it begins.
+        rows: Rows of a panel.
     """
 
     first: int
@@ -24,17 +26,12 @@ class PanelMatrix:
     width: int
 
     def at(self, ref: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
-        """Some of its rows and columns, which lie in one panel."""
+        """Returns some of its rows and columns, which must lie in one panel."""
         of_panel, inside = lax.div(column, self.width), lax.rem(column, self.width)
         row = pl.multiple_of(self.first + of_panel * self.rows + row, GROUP)
         return ref.at[pl.ds(row, rows), pl.ds(pl.multiple_of(inside, columns), columns)]
 
 
-class GroupedGemmTile(NamedTuple):
-    """What a block does next."""
-
-    expert: jax.Array
-    source: jax.Array  # first row of its tokens
-    target: jax.Array  # first row of its results
-    groups: jax.Array  # of 8 tokens
-    place: jax.Array  # which of the expert's pieces of rows
+def panel(width: int) -> int:
+    """Returns the columns of a panel of a matrix of that width."""
+    return math.gcd(width, WIDEST)

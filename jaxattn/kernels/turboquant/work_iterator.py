@@ -1,4 +1,4 @@
-"""The partition of `turbo_decode`'s work among blocks: gqa_decode's pairs, over pages of codes."""
+"""The iteration of a CTA over its part of `turbo_decode`: gqa_decode's pairs, in pages of codes."""
 
 import dataclasses
 from typing import Any
@@ -10,17 +10,18 @@ from jax.experimental import pallas as pl
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator
 from jaxattn.kernels.turboquant.smem import ROW, whole_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class TurboWorkPartition(HeadWorkPartition):
-    """
+class TurboWorkIterator(HeadWorkIterator):
+    """The iteration over a part of pairs, over pages of codes.
+
     Attributes:
-        form: of the cache.
+        form: The format of the cache.
         tokens: C.
-        kv_ref: as `coded_view` gives it.
+        kv_ref: The result of `coded_view`.
     """
 
     form: TurboFormat
@@ -33,11 +34,11 @@ class TurboWorkPartition(HeadWorkPartition):
     def copies(
         self, pair: jax.Array, numbers: list[jax.Array], step: jax.Array, to: Any
     ) -> list[tuple[Any, Any]]:
-        """(from, to) of a step's codes, as much as lies together at a time.
+        """Returns the (source, destination) pairs of a step's codes, one for each contiguous run.
 
         Args:
-            numbers: as `HeadWorkPartition.numbers_of` gives them.
-            to: a step of `TurboDecodeSmem.codes`.
+            numbers: The result of `HeadWorkIterator.numbers_of`.
+            to: A step of `TurboDecodeSmem.codes`.
         """
         head = self.row_and_head(pair)[1]
         places = [n * self.kv_heads + head for n in numbers]
