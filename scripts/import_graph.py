@@ -57,6 +57,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels.linear", "kernels"),
     ("kernels.attention",),
     ("kernels.hopper",),
+    ("limits",),
     ("memory",),
     ("text",),
     ("core",),

@@ -30,8 +30,8 @@ from jaxattn.cli.options.parser import (
 from jaxattn.cli.options.value_types import fraction, size, sizes
 from jaxattn.cli.plan_report import report_plan
 from jaxattn.cli.startup.model_source import is_name, located, one_line, read
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.core.dispatch import Refusal
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import device_memory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
 from jaxattn.models.interface import Model
 from jaxattn.plan import plan

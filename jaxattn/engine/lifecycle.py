@@ -36,7 +36,7 @@ from jaxattn.engine.startup.weight_buffers import WeightBuffers
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan, nbytes_each
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model

@@ -16,8 +16,8 @@ from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, Specula
 from jaxattn.engine.steps.sample_step import SampleStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.engine.steps.step_interface import EngineStep, sampled_rows
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.interface import Model

@@ -11,8 +11,8 @@ from typing import Any
 
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryBudget, MemoryPlan, nbytes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.network.decoder_model import DecoderModel

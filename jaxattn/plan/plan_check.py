@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jaxattn.limits import Limits, UnsetInt, larger_shares
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits, UnsetInt, larger_shares
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes

@@ -30,7 +30,7 @@ from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
 from jaxattn.engine.requests.request import GenerationStats, Request
 from jaxattn.engine.startup import executable_memory
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryBudget, MemoryPlan, PlanItem
 from jaxattn.memory.temp_bound import TempBound
 from jaxattn.models.checkpoint import native_format

@@ -5,7 +5,7 @@ import argparse
 import jax
 
 from jaxattn.cli.options.parser import InputError
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models import divided
 from jaxattn.models.interface import Model
 from jaxattn.parallel import DeviceGroup, Parallel

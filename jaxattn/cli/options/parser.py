@@ -7,7 +7,7 @@ from typing import NoReturn
 from jaxattn import __version__, interrupt
 from jaxattn.cli.options.value_types import number, size
 from jaxattn.core.cache.formats import CACHE_FORMATS
-from jaxattn.memory.engine_limits import DRAFT_SOURCES
+from jaxattn.limits import DRAFT_SOURCES
 
 PROGRAM = interrupt.program("serve")
 MAX_MODEL_LEN = 1024

@@ -48,7 +48,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.runtime.recompilation_guard import SealError
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.text import Tokenizer
 
 

@@ -18,7 +18,7 @@ from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.startup.limits_search import BATCH as MOST_ROWS
-from jaxattn.memory.engine_limits import Limits, UnsetInt
+from jaxattn.limits import Limits, UnsetInt
 from jaxattn.models.interface import Model
 from jaxattn.text import ByteTokenizer, TextError, Tokenizer
 

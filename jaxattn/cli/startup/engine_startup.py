@@ -32,7 +32,7 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.startup.limits_search import UTILIZATION
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.text import Tokenizer
 

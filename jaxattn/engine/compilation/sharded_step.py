@@ -21,7 +21,7 @@ from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep
 from jaxattn.engine.steps.score_step import HiddenStep, ScoreStep, head_of
 from jaxattn.engine.steps.step_interface import EngineStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
 from jaxattn.parallel import DeviceGroup

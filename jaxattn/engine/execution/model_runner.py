@@ -23,7 +23,7 @@ from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.sample_step import BitmaskStep, sample_of
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreControls, ScoreStep
 from jaxattn.engine.steps.step_interface import sampled_rows
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
 

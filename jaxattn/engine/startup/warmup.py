@@ -19,7 +19,7 @@ from jaxattn.engine.startup.memory_plan import RESERVED
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import PlanError, check_allocated, nbytes_each
 from jaxattn.models.caches.layer_cache import DecodeState, line_name
 from jaxattn.models.interface import Model

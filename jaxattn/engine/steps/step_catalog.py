@@ -39,7 +39,7 @@ from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep, sampled_levels
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreStep
 from jaxattn.engine.steps.step_interface import EngineStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 
 
 def prefill_step(limits: Limits, tokens: int) -> ModelStep:

@@ -15,7 +15,7 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.request import Grammar, Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.output_collector import OutputCollector
