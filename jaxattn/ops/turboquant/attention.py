@@ -3,7 +3,7 @@
 New tokens are written first (cache_write.py) and read back like all others, so decode, chunked
 prefill and prefill at once see the same numbers. Here and in decode, queries are rotated and cached
 keys are not rotated back, because the two rotations of a product cancel. The kernels for longer
-prompts rotate keys back (prefill.py). Codes are dequantized one block of pages at a time.
+prompts rotate keys back (prefill_mosaic.py). Codes are dequantized one block of pages at a time.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxattn.ops.gqa.scores import (
     window_begins,
 )
 from jaxattn.ops.turboquant.cache_write import check_head_dim, check_turbo_cache
-from jaxattn.ops.turboquant.prefill import turbo_prefill_mosaic
+from jaxattn.ops.turboquant.prefill_mosaic import turbo_prefill_mosaic
 
 # Query tokens and cached tokens per row that plain JAX processes at a time.
 QUERY_BLOCK = 512
