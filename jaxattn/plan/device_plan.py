@@ -20,8 +20,8 @@ from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.param_roles import with_local_heads
 from jaxattn.models.interface import Model
-from jaxattn.models.sharding.partition_rules import with_local_heads
 from jaxattn.plan.estimated_plan import DRIVER
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title
