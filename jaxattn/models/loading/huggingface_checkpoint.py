@@ -39,7 +39,7 @@ from jaxattn.models.loading.gguf import gguf_checkpoint
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
-from jaxattn.models.loading.tied_head import check_tied, with_stored_head
+from jaxattn.models.loading.tied_embeddings import check_tied, with_stored_head
 from jaxattn.models.loading.weight_loader import READERS, OnProgress, load_weights
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
