@@ -13,7 +13,7 @@ from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
 from jaxattn.engine.startup.limits_search import LimitsChoice
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
-from jaxattn.engine.steps.sample_step import SampleStep
+from jaxattn.engine.steps.sampling_steps import SampleStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.engine.steps.step_interface import EngineStep, sampled_rows
 from jaxattn.limits import Limits

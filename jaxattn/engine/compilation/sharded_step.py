@@ -18,7 +18,7 @@ from jaxattn.engine.steps.batch_update_steps import StateCopyStep
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
-from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep
+from jaxattn.engine.steps.sampling_steps import BitmaskStep, SampleStep
 from jaxattn.engine.steps.score_step import HiddenStep, ScoreStep, head_of
 from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.limits import Limits
