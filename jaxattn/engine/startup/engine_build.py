@@ -36,7 +36,7 @@ from jaxattn.models import divided
 from jaxattn.models.caches.layer_cache import check_caches
 from jaxattn.models.interface import Model
 from jaxattn.parallel import ALONE, Parallel
-from jaxattn.parallel.collective_memory import collectives_bytes
+from jaxattn.parallel.nccl_memory import collectives_bytes
 from jaxattn.parallel.peer_access import peers_reach
 
 
