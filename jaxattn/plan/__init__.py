@@ -25,7 +25,7 @@ from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.layout_search import plan_parallel
 from jaxattn.plan.placement import ModelPlacement
-from jaxattn.plan.plan_check import plan_model
+from jaxattn.plan.plan_advice import plan_model
 
 
 def plan(
