@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn.linear import normal
@@ -183,14 +183,14 @@ class MixtureOfExperts(nnx.Module):
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
         bias = self.router_bias[...] if self.has_biases else None
-        only = StackedLayer(jnp.int32(0), 1, 0)
+        only = LayerIndex(jnp.int32(0), 1, 0)
         return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate, bias))[0]
 
     def step(
         self,
         x: Float[Array, "*T F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         *,
         valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
         share: ExpertShare | None = None,
@@ -248,7 +248,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         apart: bool,
@@ -269,7 +269,7 @@ class MixtureOfExperts(nnx.Module):
         always: int,
         valid: Array | None,
         biases: Float[Array, "L E"] | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         x: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
@@ -291,7 +291,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         tokens: Float[Array, "1 F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         implementation: Implementation | None,
@@ -338,7 +338,7 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         valid: Array | None,
         biases: Array | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
@@ -356,7 +356,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         logits: Array,
         halves: bool = False,
         valid: Array | None = None,
@@ -408,7 +408,7 @@ class MixtureOfExperts(nnx.Module):
         weights: Array,
         listed: RoutedToken | None,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         apart: bool,
         implementation: Implementation | None,

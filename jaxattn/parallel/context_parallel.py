@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.layer_index import split_layer_index
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.kernels.collectives.peer_exchange import supports_exchange
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge

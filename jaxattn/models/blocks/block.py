@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.fp8_operands import ROWS as FP8_COLUMNS
 from jaxattn.models.caches.layer_cache import Arrays, LayerCache
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
@@ -147,7 +147,7 @@ class Mixer(abc.ABC):
         x: Array,
         arrays: Arrays,
         batch: PrefillBatch,
-        layer: StackedLayer,
+        layer: LayerIndex,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
         """Returns the output of a line of each row's prompt, and the cache's arrays; `x` is normed.
@@ -165,7 +165,7 @@ class Mixer(abc.ABC):
         prompts: PrefillBatch,
         lines: PromptLines,
         rows: DecodeBatch | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: Any,
         implementation: Implementation | None,
@@ -206,7 +206,7 @@ class Mixer(abc.ABC):
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: Any,
         implementation: Implementation | None,
@@ -328,7 +328,7 @@ class FeedForward(abc.ABC):
         x: Array,
         valid: Array,
         stacks: Arrays,
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,

@@ -11,9 +11,9 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
 from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
 from jaxattn.models.caches.layer_cache import Arrays
@@ -162,7 +162,7 @@ class MoE(FeedForward):
         x: Array | PendingNorm,
         valid: Array,
         stacks: Arrays,
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,

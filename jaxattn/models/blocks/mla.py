@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 from jaxattn import mla
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.models.blocks.block import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages
@@ -112,7 +112,7 @@ class MLA(PagedMixer):
             page_size=page_size,
         )
 
-    def in_cache(self, layer: StackedLayer) -> Any:
+    def in_cache(self, layer: LayerIndex) -> Any:
         return layer.index
 
     @property

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
@@ -62,11 +62,11 @@ class LayerPosition(NamedTuple):
     def block(self) -> Block:
         return self.segment.pattern[self.number]
 
-    def norm(self, number: int) -> StackedLayer:
+    def norm(self, number: int) -> LayerIndex:
         """Returns the place of the first or second norm in the stack of all layers' norms."""
         step = 2 * len(self.segment.pattern)
         first = 2 * (self.segment.first + self.number) + number
-        return StackedLayer(self.following, step, first - step)
+        return LayerIndex(self.following, step, first - step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
@@ -74,9 +74,9 @@ def scan_layers[Carry](
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
 
 
-def in_repeat(following: Array) -> StackedLayer:
+def in_repeat(following: Array) -> LayerIndex:
     """Returns a layer's index in the stacks of its place in the pattern."""
-    return StackedLayer(following, 1, -1)
+    return LayerIndex(following, 1, -1)
 
 
 def add_then_norm(norm: RMSNorm) -> Callable:

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.turboquant.cache_write import check_turbo_cache
@@ -43,7 +43,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
@@ -71,7 +71,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,

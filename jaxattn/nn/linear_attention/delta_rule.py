@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import checkable_layer
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import checkable_layer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_array,

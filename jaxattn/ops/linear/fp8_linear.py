@@ -46,7 +46,7 @@ def linear_fp8_layer(
         weights: Stacks of float8_e4m3fn, with any N each and K a multiple of 16, with columns in
             pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`).
         scales: float32 scales of blocks of 128 x 128 of each matrix; block counts are rounded up.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         out_dtypes: Dtypes of the results. None means float32.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernels require 1 to 256 tokens, K a multiple of 128, and N a multiple of 64 and at

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.core.reverse_mode import in_reverse_mode_only
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.moe.routing.router import RoutedToken, route_mosaic
 from jaxattn.kernels.moe.routing.small_batch_alignment import copies, supports_pairs
@@ -69,7 +69,7 @@ def _behind(x: Array, count: int) -> list[tuple[int, int]]:
 def router_products(
     x: Float[Array, "*T F"],
     routers: Float[Array, "L F E"],
-    layer: StackedLayer,
+    layer: LayerIndex,
     implementation: Implementation | None = None,
     *,
     gates: Float[Array, "L F 1"] | None = None,
@@ -152,7 +152,7 @@ def choose_experts(
     bias: Float[Array, "*L E"] | None,
     router: Router,
     *,
-    layer: StackedLayer | None = None,
+    layer: LayerIndex | None = None,
     halves: bool = False,
     always: int = 0,
     gated: bool = False,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.kernels.moe.router_shared_experts import (
     refusal,
     router_shared_experts_mosaic,
@@ -40,7 +40,7 @@ def router_shared_experts(
     gate_up: Float[Array, "L X J F"],
     config: Router,
     *,
-    layer: StackedLayer,
+    layer: LayerIndex,
     always: int,
     valid: Int[Array, "1"] | Bool[Array, "1"] | None,
     arena: Arena,

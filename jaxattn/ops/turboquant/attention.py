@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxattn.arena import Arena
 from jaxattn.core.cache.paged_cache import PageUnpacker, attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, dequantize, rotate
 from jaxattn.core.turboquant.slot_layout import page_slots, unpack
 from jaxattn.core.validation.arguments import OpArguments
@@ -56,7 +56,7 @@ def turbo_attention(
     form: TurboFormat,
     scale: float | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,

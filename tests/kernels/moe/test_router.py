@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.moe.routing.router import route_mosaic
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.ops.moe import router_logits as router_ops
@@ -194,7 +194,7 @@ def test_a_layers_bias_is_read_where_it_lies_in_its_stack(implementation):
     router = ROUTERS["v3"]
     logits, bias = drawn(router, 2)
     stack = jnp.full((5, 256), jnp.nan).at[3].set(bias)
-    layer = StackedLayer(jnp.int32(1), 2, 1)
+    layer = LayerIndex(jnp.int32(1), 2, 1)
     found = choose_experts(logits, stack, router, layer=layer, implementation=implementation)
     wanted = route(logits, bias, router, implementation="xla")
     np.testing.assert_array_equal(found[0], wanted[0])

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxattn.core.turboquant.codec import HEAD_DIMS, PRESETS, TurboFormat
-from jaxattn.ops.turboquant import prefill
+from jaxattn.ops.turboquant import prefill_mosaic
 from jaxattn.ops.turboquant.attention import turbo_attention
 from jaxattn.ops.turboquant.prefill_mosaic import UNPACKED_BYTES
 from tests.helpers.kernel_cases import both_devices, slow, slow_interpreted
@@ -60,7 +60,7 @@ def test_blocks_are_one_softmax(lens, preset, options, implementation, monkeypat
     prefill_mosaic.turbo_prefill_mosaic.clear_cache()
     case = turbo_case(lens, preset, group=2, kv_heads=1, **options)
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
-    prefill.turbo_prefill_mosaic.clear_cache()
+    prefill_mosaic.turbo_prefill_mosaic.clear_cache()
 
 
 @pytest.mark.sampled
