@@ -22,14 +22,9 @@ from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
 from jaxattn.ops.moe.experts import RoutedToken, mixture_of_experts
-from jaxattn.ops.moe.router_logits import (
-    choose_experts,
-    router_products,
-    sum_split_logits,
-    training_logits,
-)
+from jaxattn.ops.moe.router_logits import router_products, sum_split_logits, training_logits
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
-from jaxattn.ops.moe.routing import Router, route_serves
+from jaxattn.ops.moe.routing import Router, choose_experts, route_serves
 
 type WeightFormat = Literal["fp8"] | FourBitFormat
 

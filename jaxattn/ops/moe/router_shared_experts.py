@@ -21,8 +21,8 @@ from jaxattn.kernels.moe.router_shared_experts import (
 )
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
-from jaxattn.ops.moe.router_logits import choose_experts, router_products
-from jaxattn.ops.moe.routing import Router
+from jaxattn.ops.moe.router_logits import router_products
+from jaxattn.ops.moe.routing import Router, choose_experts
 
 
 def supports_fused_router(

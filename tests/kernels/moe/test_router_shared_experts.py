@@ -18,9 +18,9 @@ from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
 from jaxattn.kernels.moe.router_shared_experts import router_shared_experts_mosaic
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.experts import mixture_of_experts
-from jaxattn.ops.moe.router_logits import choose_experts, router_products, split_router
+from jaxattn.ops.moe.router_logits import router_products, split_router
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
-from jaxattn.ops.moe.routing import Router
+from jaxattn.ops.moe.routing import Router, choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted
 from tests.helpers.moe_cases import expected
 
