@@ -28,7 +28,7 @@ from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.kernels.collectives.peer_exchange import supports_exchange
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
-from jaxattn.ops.mla.context_parallel_merge import padded_heads
+from jaxattn.ops.mla.merge_buffer import padded_heads
 from jaxattn.ops.mla.state_merge import merge_attention_states
 from jaxattn.parallel.layout import Parallel
 

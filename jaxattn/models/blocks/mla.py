@@ -18,7 +18,7 @@ from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import MultiHeadLatentAttention
-from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
+from jaxattn.ops.mla.merge_buffer import max_mailbox_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

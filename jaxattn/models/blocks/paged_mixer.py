@@ -23,7 +23,7 @@ from jaxattn.models.caches.symmetric_memory import (
 )
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape
+from jaxattn.ops.mla.merge_buffer import merge_buffer_shape
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
 
