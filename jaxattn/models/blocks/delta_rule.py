@@ -16,7 +16,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
 from jaxattn.kernels.linear.cta import ROWS
-from jaxattn.models.blocks.block import Matrix, Mixer, Stream
+from jaxattn.models.blocks.mixer import Matrix, Mixer, Stream
 from jaxattn.models.caches.cache_layouts import RecurrentState
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch

@@ -12,7 +12,7 @@ from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.models.blocks.block import Matrix, Stream
+from jaxattn.models.blocks.mixer import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays

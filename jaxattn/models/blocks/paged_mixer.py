@@ -12,7 +12,7 @@ from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.validation.array_checks import BoundedLengths
-from jaxattn.models.blocks.block import Mixer
+from jaxattn.models.blocks.mixer import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
