@@ -20,17 +20,16 @@ from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layer import DecoderLayer
-from jaxattn.models.network.layer_scan import (
+from jaxattn.models.network.layer_segments import LayerSegment
+from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
+from jaxattn.models.network.residual_norm import (
     add_alone,
     add_norm_in_stack,
     add_then_norm,
     defer_norm,
-    kept,
     sum_add_norm,
     summed,
 )
-from jaxattn.models.network.layer_segments import LayerSegment
-from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.nn import RMSNorm
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
@@ -49,6 +48,15 @@ def caches_of(state: DecodeState, name: str) -> Arrays:
     for other in (EXCHANGE, MEETING, HANDED_ON):
         given |= state.caches.get(other, {})
     return given
+
+
+def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
+    """Returns the state with a layer's arrays, the mailboxes it used, and what it passes on."""
+    for cache in (name, EXCHANGE, MEETING, HANDED_ON):
+        own = state.caches.get(cache, {})
+        if found := {key: arrays[key] for key in own if key in arrays}:
+            state = state.replace(cache, found, arena)
+    return state
 
 
 class LayerPosition(NamedTuple):
