@@ -27,7 +27,8 @@ from jaxattn.bench.model import (
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.plots import result_plot
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
-from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
+from jaxattn.core.numerics.fp8_block_scaling import quantize
+from jaxattn.core.numerics.fp8_weight_layout import interleave_columns
 from tests.helpers.executables import with_locations
 
 CONFIG = {

@@ -9,11 +9,10 @@ import pytest
 from flax import nnx
 
 from jaxattn.core.layer_index import LayerIndex
-from jaxattn.core.numerics.fp8_block_scaling import (
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, quantize
+from jaxattn.core.numerics.fp8_weight_layout import (
     deinterleave_columns,
-    dequantize,
     interleave_columns,
-    quantize,
     split_fp8,
 )
 from jaxattn.nn import Fp8Linear, GatedDeltaNet, GatedMLP, Linear

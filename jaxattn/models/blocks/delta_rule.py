@@ -14,7 +14,8 @@ from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layer_index import LayerIndex
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK
+from jaxattn.core.numerics.fp8_weight_layout import interleave_columns, split_fp8
 from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.models.blocks.mixer import Matrix, Mixer, Stream
 from jaxattn.models.caches.cache_layouts import RecurrentState

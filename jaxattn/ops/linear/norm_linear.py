@@ -23,7 +23,8 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
 from jaxattn.core.layer_index import LayerIndex, split_layer_index
-from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
+from jaxattn.core.numerics.fp8_block_scaling import dequantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear

@@ -8,12 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn.core.layer_index import LayerIndex
-from jaxattn.core.numerics.fp8_block_scaling import (
-    BLOCK,
-    deinterleave_columns,
-    interleave_columns,
-    quantize,
-)
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns, interleave_columns
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
