@@ -39,7 +39,8 @@ from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison, of_model, published
-from jaxattn.plan.layout_search import best_layout, group_limits
+from jaxattn.plan.group_device_plan import group_limits
+from jaxattn.plan.layout_search import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
 
 PROGRAM = interrupt.program("plan")
