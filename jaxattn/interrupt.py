@@ -37,7 +37,9 @@ def started_as() -> str | None:
     # While `python -m name` imports the package, sys.argv[0] is a placeholder for the last word of
     # orig_argv that belongs to Python itself.
     name = given[len(given) - len(own)].removeprefix("-m")
-    if name in ("jaxattn", *(f"jaxattn.{command}" for command in COMMANDS)):
+    if name == "jaxattn":
+        return " ".join(["python -m jaxattn", *(word for word in own[1:2] if word in COMMANDS)])
+    if name in (f"jaxattn.{command}" for command in COMMANDS):
         return f"python -m {name}"
     script = os.path.basename(name)
     return script if script in {f"jaxattn-{command}" for command in COMMANDS} else None
