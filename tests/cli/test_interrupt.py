@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxattn import __main__, interrupt
-from jaxattn.cli.exit_codes import interrupts_raised
+from jaxattn.interrupt import interrupts_raised
 
 ROOT = Path(__file__).parents[2]
 MODULES = ("jaxattn.serve", "jaxattn.plan", "jaxattn.bench")

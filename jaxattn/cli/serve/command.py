@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxattn.cli.exit_codes import code_of, exit_code, interrupts_raised
+from jaxattn.cli.exit_codes import code_of, exit_code
 from jaxattn.cli.options import contradictions
 from jaxattn.cli.options.parallel_options import read_layout
 from jaxattn.cli.options.parser import InputError
@@ -48,6 +48,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.runtime.recompilation_guard import SealError
+from jaxattn.interrupt import interrupts_raised
 from jaxattn.memory.engine_limits import Limits
 from jaxattn.text import Tokenizer
 
