@@ -39,11 +39,11 @@ BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class ExpertShare(NamedTuple):
-    """The experts of one of several GPUs, which are neighbours.
+    """The consecutive experts of one of several GPUs.
 
     Attributes:
-        first: the number of its first routed expert.
-        own_tokens: the tokens whose shared experts it computes, as each GPU has all of those.
+        first: the number of the GPU's first routed expert.
+        own_tokens: the tokens for which this GPU computes the shared experts, which every GPU has.
     """
 
     first: Int[Array, ""] | int
@@ -318,14 +318,14 @@ class MixtureOfExperts(nnx.Module):
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         if self.dtype == jnp.bfloat16:
-            wide = weight.astype(jnp.float32)  # its gradient is the parameter's dtype again
+            wide = weight.astype(jnp.float32)  # the gradient is cast back to the parameter's dtype
             logits = training_logits(*match_varying_axes((tokens, wide)))
         else:
             logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
     def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
-        """What the shared experts' output is times."""
+        """The factor of the shared experts' output."""
         if not self.has_gate:
             return jnp.ones((len(logits), 1), jnp.float32)
         count = self.config.experts
@@ -342,11 +342,11 @@ class MixtureOfExperts(nnx.Module):
         share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """`choose` on one of several GPUs, in the numbers of its own experts."""
+        """`choose` on one of several GPUs; ids are indices of the GPU's own experts."""
         ids, weights, _ = self.choose(
             logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
-        # One launch: those of padding are -1, and the shared experts are behind the routed ones.
+        # `choose` gives padding -1 and puts the shared experts after the routed ones.
         routed, always = ids - share.first, ids - self.config.experts
         own = (routed >= 0) & (routed < self.own_experts)
         last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
@@ -396,7 +396,7 @@ class MixtureOfExperts(nnx.Module):
         return y, arena
 
     def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
-        """Whether one launch has the choice and the shared experts' gate and up."""
+        """Whether one launch supports the choice of experts and the shared experts' gate and up."""
         return supports_fused_router(
             tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always
         )
@@ -413,7 +413,7 @@ class MixtureOfExperts(nnx.Module):
         apart: bool,
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
-        """What the chosen experts make of the tokens, and the arena."""
+        """The output of the chosen experts, and the arena."""
         down_bias = stacks.get("down_bias")
         if down_bias is not None and self.bias_parts > 1:
             down_bias = down_bias / self.bias_parts
@@ -444,7 +444,7 @@ def stacked_names(
     bias: bool = False,
     biases: bool = False,
 ) -> tuple[str, ...]:
-    """The parameters that a step reads out of a whole stack of layers."""
+    """The parameters that a step reads from the stack of all layers."""
     gate = ("shared_gate",) if shared_gate else ()
     names = ("router", *gate, *(("correction_bias",) if bias else ()), *EXPERTS)
     names = (*names, *BIASES) if biases else names
@@ -454,9 +454,11 @@ def stacked_names(
 def experts_of_shared(
     expert_size: int, shared_size: int, weight_format: WeightFormat | None
 ) -> int:
-    """How many of the stack's experts are shared ones, which every token takes: 0 where their
-    columns are no whole experts', or blocks of FP8 scales would lie across two. Checkpoints of 4
-    bits leave the shared experts in floats."""
+    """The number of shared experts that are stored in the stack, which every token uses.
+
+    It is 0 if `shared_size` is not a whole number of experts, or if blocks of FP8 scales would span
+    two experts. Checkpoints with 4-bit experts store the shared experts as floats, so it is 0 too.
+    """
     if isinstance(weight_format, FourBitFormat):
         return 0
     count, rest = divmod(shared_size, expert_size)

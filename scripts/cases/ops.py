@@ -1,4 +1,4 @@
-"""The ops that cases call: the function of each, and its arrays as a line of text (shapes.py)."""
+"""The ops that cases call: each op's function, and its arrays as a line of text (shapes.py)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -58,9 +58,10 @@ class Op:
     """A function and its arrays.
 
     Attributes:
-        arrays: a line of text for `shapes`, in the order of the lowered function.
-        more: arrays that have buffers of their own, by the case's dtype and sizes.
-        kernel: whether it is a kernel by itself, which has no implementations.
+        call: The function.
+        arrays: The arrays as a line of text for `shapes`, in the order of the lowered function.
+        more: Makes arguments that are trees of arrays, given the case's dtype and sizes.
+        kernel: Whether the function is a kernel itself, without an `implementation` argument.
     """
 
     call: Callable[..., Any]

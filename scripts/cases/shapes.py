@@ -2,11 +2,11 @@
 
     x[B,F] layer:i32[]?layer weights:e4m3[*L,_,F]@sizes
 
-is x of the case's dtype; a layer where the size `layer` is neither 0 nor missing; and one matrix
-for each of `sizes`, which `_` stands for. A dtype is one of DTYPES, or the size that names it. Dims
-are expressions of sizes: B rows of T tokens; H heads, Hk of keys and Hv of values, of D, Dk and Dv
-dims; tables of P pages, N pages of C tokens; Z slots, S packed sequences; F features; `*L` is the
-layer of a stack, if there is one.
+means x of the case's dtype, a layer if the size `layer` is neither 0 nor missing, and one matrix
+for each of `sizes`, which replaces `_`. A dtype is one of DTYPES, or the name of a size with the
+dtype. Dims are expressions of sizes: B rows of T tokens; H heads, Hk key and Hv value heads, of D,
+Dk and Dv dims; tables of P pages, N pages of C tokens; Z slots, S packed sequences; F features; and
+`*L` for the layer axis of a stack, if there is one.
 """
 
 import re
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 Shapes = dict[str, Any]
 
 DTYPES = {"f32": "float32", "i32": "int32", "u8": "uint8", "e4m3": "float8_e4m3fn"}
-# Sizes that a case need not have. A dtype that is None is the case's.
+# Defaults of sizes that a case may omit. A dtype of None is the case's.
 DEFAULTS: dict[str, Any] = {
     "C": 64, "Dk": 128, "Dv": 128, "L": 0, "S": 0, "taps": 4, "nope": 128, "rope": 64,
     "rank": 512, "W": 0, "gated": False, "channels": False, "rotated": 0, "state": "float32",
@@ -29,11 +29,11 @@ ARRAY = re.compile(r"(\w+)(?::(\w+))?\[([^]]*)\](?:@(\w+))?(?:\?(\w+))?")
 
 
 def shapes(text: str, dtype: str, given: Mapping[str, Any]) -> Shapes:
-    """The arrays of a line by name, in its order.
+    """The arrays of a line by name, in the same order.
 
     Args:
-        dtype: of the case.
-        given: its sizes.
+        dtype: The case's dtype.
+        given: The case's sizes.
     """
     sizes = {**DEFAULTS, **given}
     stored = "float8_e4m3fn" if sizes.get("fp8") else dtype

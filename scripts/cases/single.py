@@ -1,4 +1,4 @@
-"""Every public op that has a kernel once, in sizes as small as the kernel takes: two rows."""
+"""Each public op that has a kernel, once, in the smallest sizes that the kernel supports."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def single(op: str, options: dict[str, Any] | None = None, **sizes: Any) -> tupl
 
 
 def cases() -> dict[str, KernelCase]:
-    """The cases by the names of their ops."""
+    """The cases, by the names of their ops."""
     scale, layer = {"scale": 0.1}, {"layer": 1}
     config = RopeConfig(dim=64, interleaved=False)
     angles = rotation(jnp.asarray(np.zeros((2, 1), np.int32)), config)

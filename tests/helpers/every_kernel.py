@@ -1,6 +1,6 @@
-"""Every public op that has a kernel once, on small arrays that the kernel takes.
+"""Each public op that has a kernel, once, on small arrays that the kernel supports.
 
-`arguments(name)` gives (arrays, the rest), both by keyword: those of scripts/cases/single.py.
+`arguments(name)` gives (arrays, options), both by keyword, from scripts/cases/single.py.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ OPS = {name: ops.OPS[name].call for name in cases()}
 
 @contextlib.contextmanager
 def on_hopper() -> Iterator[None]:
-    """Ops see a Hopper GPU, and JAX itself what there is."""
+    """Ops see a Hopper GPU; JAX itself sees the real devices."""
     gpu: Any = {"default_backend": lambda: "gpu", "devices": lambda: [HOPPER]}
     with mock.patch.multiple(jax, **gpu):
         yield
 
 
 def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of two rows; what is random differs by `seed`."""
+    """(arrays, options) for two rows; random arrays depend on `seed`."""
     case = cases()[name]
     arrays = jax.tree.map(jnp.asarray, case.arrays(seed))
     if "seq_lens" in arrays:

@@ -1,18 +1,19 @@
 """Baselines of other libraries in PyTorch, timed on the same shapes and GPU in the same run.
 
-Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
-runs in a process of its own, which starts before JAX takes memory:
+Baselines are PyTorch programs, some with Triton kernels, and are launched as their users launch
+them. Each runs in its own process, which starts before JAX takes memory:
 
     python -m jaxattn.bench.baselines.torch_runner flashinfer-mla '[128, 128, 4096, 1]' \\
         '[1, 16, 32768, 1]'
 
-prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
-loop of calls. Plans are made before, as our schedule is. Two times, as ours are:
+prints a line of JSON for each shape. Inputs have the same distribution as ours and rotate in the
+same way in a loop of calls. Plans are computed beforehand, like our schedule. There are two times,
+as for our ops:
 
-    us       time in which any of the call's kernels runs, from a profile of a card that idled
-    call us  by CUDA events around a graph of calls (or around the calls, where a peer cannot be
-             captured), after warm-up, median, for as long as our loops run: a card that is kept
-             busy gets slower, and what lies between kernels counts
+    us       time in which any of the call's kernels runs, from a profile of a GPU that idled
+    call us  median by CUDA events around a graph of calls (or around the calls, if a baseline
+             cannot be captured), after a warm-up. It runs as long as our loops, in which a GPU gets
+             slower, and includes the gaps between kernels
 """
 
 import argparse
@@ -37,30 +38,30 @@ from jaxattn.bench.attention import mla
 from jaxattn.bench.baselines import flashinfer_xqa, flashmla_fa3, torch_layers
 from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
 
-CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
-SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
-DIM = 128  # of the delta rule's keys and values
+CALLS, REPEATS = 32, 7  # calls per graph, and repeated measurements
+SECONDS = 1200  # limit for a baseline's process, which may compile for long on its first call
+DIM = 128  # head dim of the delta rule's keys and values
 DEVICE = "cuda"
-IDLE = 0.3  # seconds in which a card cools before a burst
+IDLE = 0.3  # seconds in which a GPU cools before a burst
 NO_KERNELS = ("Memcpy HtoD", "Event Sync", "Context Sync", "Stream Sync", "Stream Wait")
 
-# Seconds, by the column without its unit, "fla" or "fla call", and by the shape's JSON.
+# Seconds by column without its unit ("fla" or "fla call") and by the shape's JSON.
 Times = dict[str, dict[str, float]]
-# Of a shape: the call with its number, which picks the inputs that are not in L2.
+# Makes, for a shape, a call that takes its number, which selects inputs that are not in L2.
 Build = Callable[..., Callable[[int], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchBaseline:
-    """A row of the table.
+    """A baseline, with the column that it adds to a bench.
 
     Attributes:
-        column: what it is called in the results.
-        bench: the module of jaxattn.bench whose shapes it runs.
-        module: what Python imports of it.
-        package: what pip installs.
-        build: of a shape of that bench.
-        gradient: whether its calls differentiate.
+        column: The name of the column.
+        bench: The module of jaxattn.bench whose shapes the baseline runs.
+        module: The Python module to import.
+        package: The package that pip installs.
+        build: Makes the call for a shape of the bench.
+        gradient: Whether the calls differentiate.
     """
 
     column: str
@@ -76,8 +77,7 @@ def torch() -> Any:
 
 
 def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Tokens and pages of each row, the pages' shuffled numbers row after row, and how many caches
-    of them do not fit in L2."""
+    """(tokens per row, pages per row, shuffled page numbers, number of caches that exceed L2)."""
     lens = mla.lengths(batch, tokens)
     pages = -(-lens // mla.PAGE)
     total = int(pages.sum())
@@ -86,7 +86,7 @@ def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlashInfer's wrapper, planned beforehand as our schedule is."""
+    """FlashInfer's wrapper, planned beforehand like our schedule."""
     t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
     lens, pages, numbers, layers = paged(batch, tokens)
     normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
@@ -118,7 +118,7 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
 
 
 def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlagGems' kernel, which is written in Triton and does not cut rows."""
+    """FlagGems' kernel, which is written in Triton and does not split rows."""
     if q_len != 1:
         raise ValueError(f"it takes one token a row, not {q_len}")
     t, flag_gems = torch(), importlib.import_module("flag_gems")
@@ -138,7 +138,7 @@ def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Calla
 
 
 def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
-    """q, k, v, g, beta as in gdn_prefill's inputs: gates of log sigmoid(uniform)."""
+    """q, k, v, g, beta like gdn_prefill's inputs, with gates log sigmoid(uniform)."""
     t = torch()
     normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
     uniform = functools.partial(t.rand, dtype=t.float32, device=DEVICE)
@@ -154,7 +154,7 @@ def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict
 def fla_decode(
     batch: int, key_heads: int, value_heads: int, tokens: int, state: str
 ) -> Callable[[int], Any]:
-    """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
+    """FLA's recurrence only, without our op's convolution, gates and norm."""
     if state != "float32":
         raise ValueError(f"its states are float32, not {state}")
     t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
@@ -171,7 +171,7 @@ def fla_decode(
 
 
 def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
-    """Keyword arguments of a chunked prefill of packed sequences, in the words of FLA."""
+    """Keyword arguments, with FLA's names, for a chunked prefill of packed sequences."""
     t = torch()
     return {
         **delta_rule(1, count * length, key_heads, value_heads),
@@ -184,7 +184,7 @@ def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[s
 
 
 def fla_prefill(*shape: int) -> Callable[[int], Any]:
-    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels, not FlashQLA's where that is installed
+    os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels, even if FlashQLA is installed
     fla, operands = importlib.import_module("fla.ops.gated_delta_rule"), prefill(*shape)
     return lambda i: fla.chunk_gated_delta_rule(**operands)
 
@@ -197,7 +197,7 @@ def fla_kda_prefill(heads: int, count: int, length: int) -> Callable[[int], Any]
 
 
 def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashQLA without the norm of q and k, which it leaves to torch.compile."""
+    """FlashQLA on normalized q and k, because it leaves their norm to torch.compile."""
     flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
     normalize = torch().nn.functional.normalize
     operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
@@ -206,7 +206,7 @@ def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
 
 
 def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """Both passes of FLA's own kernels, of shapes of bench/layers/gradients/op_gradients.py."""
+    """Both passes of FLA's own kernels, at shapes of bench/layers/gradients/op_gradients.py."""
     os.environ["FLA_FLASH_QLA"] = "0"
     if op == "kda":
         operands = delta_rule(rows, tokens, 16, 16)
@@ -218,8 +218,10 @@ def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
 
 
 def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """FlashQLA of q and k that were normalized before: its time is without the norm, which it
-    leaves to torch.compile."""
+    """Both passes of FlashQLA on normalized q and k.
+
+    The time does not include their norm, which FlashQLA leaves to torch.compile.
+    """
     flash_qla, normalize = importlib.import_module("flash_qla"), torch().nn.functional.normalize
     operands = gradient_operands(op, rows, tokens)
     operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
@@ -235,7 +237,7 @@ def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
 def both_passes(
     rule: Callable[..., Any], operands: dict[str, Any], *, l2norm: bool = True
 ) -> Callable[[int], Any]:
-    """A call that gives the gradients of all operands, of a fixed gradient of the output."""
+    """A call that returns the gradients of all operands, for a fixed cotangent of the output."""
     t = torch()
     operands = {name: x.requires_grad_() for name, x in operands.items()}
     cotangent = t.randn(*operands["v"].shape, dtype=t.bfloat16, device=DEVICE)
@@ -252,7 +254,7 @@ def both_passes(
 
 
 def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashInfer takes packed tokens without a batch axis, and the decay itself, not its log."""
+    """FlashInfer takes packed tokens without a batch axis, and the decay instead of its log."""
     module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
     packed = {name: operands[name][0] for name in ("q", "k", "v", "g", "beta")}
     operands |= packed | {"g": torch().exp(packed["g"])}
@@ -313,8 +315,7 @@ PEERS = {
 
 
 def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
-    """The times of a bench's installed peers; and what was used, or why there is no time, in a line
-    each."""
+    """Returns the times of a bench's installed baselines, and lines about versions and failures."""
     times: Times = {}
     said = []
     for name, peer in PEERS.items():
@@ -362,10 +363,10 @@ def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
-    """Median seconds of a call, and how it was timed."""
+    """(median seconds of a call, how it was timed)."""
     cuda = torch().cuda
     for i in range(3):
-        call(i)  # compiles, and tunes
+        call(i)  # compiles and tunes
     cuda.synchronize()
 
     def calls() -> None:
@@ -399,9 +400,9 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
 
 
 def burst_seconds(call: Callable[[int], Any]) -> float:
-    """Seconds per call in which any of its kernels runs; 0 where there is no profiler.
+    """Seconds per call in which any of its kernels runs; 0 without a profiler.
 
-    Of the last calls in a profile that begins with warm-up, on a card that idled before."""
+    The profile begins with an idle GPU and a warm-up; only the last calls count."""
     t = torch()
     number = 0
 
@@ -432,7 +433,7 @@ def burst_seconds(call: Callable[[int], Any]) -> float:
 
 
 def peak_mebibytes(call: Callable[[int], Any]) -> float:
-    """What a call allocates at most, beside what is there before it."""
+    """MiB that a call allocates at its peak, in addition to its operands."""
     cuda = torch().cuda
     cuda.synchronize()
     before = cuda.memory_allocated()
@@ -443,7 +444,7 @@ def peak_mebibytes(call: Callable[[int], Any]) -> float:
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """The length of what sorted spans cover; what overlaps counts once."""
+    """The total length that sorted spans cover; overlaps count once."""
     until = total = 0
     for start, end in spans:
         total += max(0, end - max(start, until))
@@ -452,7 +453,7 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def version(module: str) -> str:
-    """Of an installed package. vllm is not imported: it wants a PyTorch of its own."""
+    """The version of an installed package. vllm is not imported, as it needs its own PyTorch."""
     if module == "vllm":
         try:
             return importlib.metadata.version(module)
@@ -481,7 +482,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     line["forward"] = burst_seconds(call.forward)  # type: ignore[attr-defined]
                     line["MiB"] = peak_mebibytes(call)
             line["version"] = version(peer.module)
-        except Exception as error:  # of any kind: what fails is the peer's, and is reported
+        except Exception as error:  # any kind, because the failure is the baseline's
             first = (str(error).strip().splitlines() or [""])[0]
             line["error"] = f"{type(error).__name__}: {first}"
         print(json.dumps(line), flush=True)

@@ -1,11 +1,11 @@
-"""vLLM as `jaxattn.bench.offline.measures` asks it, and its server's command, with dummy weights.
+"""vLLM as an engine of `jaxattn.bench.offline.measures`, and its server, with dummy weights.
 
-vLLM's options are its defaults, beside what random weights need. Dummy weights are all near 0.
-Then every row would choose the same experts and the same next token, and the layers of experts
-would read less than they do in use. So each worker gets `OrdinaryWeights`, which gives norms,
-routers and embeddings ordinary values after loading.
+vLLM runs with its default options, except those that random weights need. Dummy weights are all
+close to 0, so every row would choose the same experts and the same next token, and MoE layers would
+read fewer weights than in use. So each worker gets `OrdinaryWeights`, which sets norms, routers and
+embeddings to ordinary values after loading.
 
-It was written against vLLM 0.26.0. What it needs is installed by `pip install vllm==0.26.0`.
+The module was written for vLLM 0.26.0. `pip install vllm==0.26.0` installs all it needs.
 """
 
 import functools
@@ -35,17 +35,17 @@ OPTIONS: dict[str, Any] = {
 
 
 def missing() -> str | None:
-    """Why vLLM cannot run here; None if it can."""
+    """The reason why vLLM cannot run here; None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment: pip install vllm==0.26.0"
     return None
 
 
 class OrdinaryWeights:
-    """What vLLM adds to its worker: weights of ordinary size where dummy ones spoil the load."""
+    """A vLLM worker extension that replaces dummy weights that would distort the load."""
 
     def set_ordinary_weights(self) -> dict[str, int]:
-        """How many modules got other values, by what they are."""
+        """Replaces the weights; returns the number of changed modules by kind."""
         import torch
 
         changed = {"norms": 0, "routers": 0, "biases": 0, "embeddings": 0}
@@ -76,8 +76,8 @@ class VllmEngine:
     """`vllm.LLM` with dummy weights.
 
     Args:
-        folder: with a config.json.
-        options: further arguments of `LLM`, where the machine needs some.
+        folder: A folder with a config.json.
+        options: Additional arguments of `LLM`.
     """
 
     name = "vLLM"
@@ -150,7 +150,7 @@ class VllmEngine:
         }
 
     def memory(self) -> dict[str, float]:
-        """What it may take; its worker is another process, of which the card tells the rest."""
+        """The memory that vLLM may use; the GPU's usage covers its worker, a separate process."""
         import torch
 
         share = self._config.cache_config.gpu_memory_utilization
@@ -164,7 +164,7 @@ def _fields_of(folder: Path) -> dict[str, Any]:
 
 
 def _of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The option for a text model inside of another: no image is ever sent."""
+    """The option for a text model inside a multimodal one, because no image is ever sent."""
     return {"language_model_only": True} if "text_config" in fields else {}
 
 
@@ -177,7 +177,7 @@ def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[
     """The command of vLLM's server for a folder of `dummy_checkpoint`.
 
     Args:
-        options: further options, as arguments of `LLM` are named.
+        options: Additional options, named like arguments of `LLM`.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--served-model-name", folder.name]
@@ -193,10 +193,10 @@ def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[
 
 
 def prepare_server(url: str) -> None:
-    """Gives a server that has started its ordinary weights.
+    """Sets ordinary weights in a server that has started.
 
     Raises:
-        OSError: it refuses.
+        OSError: the server cannot be reached or rejects the request.
     """
     asked = urllib.request.Request(
         f"{url}/collective_rpc",

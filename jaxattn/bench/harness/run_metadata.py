@@ -1,6 +1,6 @@
-"""The metadata of a result file: time, subject, device and method of its run.
+"""The metadata of a result file: date, command, device and timing method of its run.
 
-`python -m jaxattn.bench compare` holds two files side by side by it.
+`python -m jaxattn.bench compare` uses it to decide whether two files are comparable.
 """
 
 import shlex
@@ -11,7 +11,7 @@ from typing import Any
 from jaxattn.bench.harness import timing
 from jaxattn.bench.harness.device_info import card, commit
 
-# Of times by `timing`. The number grows where the same code would give other times.
+# The method of `timing`. Raise the version when the same code would give other times.
 PROFILE_AND_LOOP: dict[str, Any] = {
     "name": "kernels by a profile, calls by a loop",
     "version": 1,
@@ -31,15 +31,16 @@ def begin(
     method: dict[str, Any] = PROFILE_AND_LOOP,
     device: bool = True,
 ) -> dict[str, Any]:
-    """The first fields of a result, as a run begins.
+    """Returns the first fields of a result at the start of a run.
 
     Args:
-        what: the bench, as it is named on the command line.
-        program: how the command is called, without its arguments.
-        argv: the arguments, `what` among them.
-        seed: of the inputs; None where a bench draws none.
-        method: how times are taken; files of different methods cannot be compared.
-        device: name JAX's device. False leaves the device alone, for processes that need all of it.
+        what: The bench's name on the command line.
+        program: The command without its arguments.
+        argv: The arguments, including `what`.
+        seed: The seed of the inputs; None if a bench draws no random inputs.
+        method: The timing method; files of different methods are not comparable.
+        device: Whether to record JAX's device. False does not initialise the device, for benches
+            whose child processes need all of it.
     """
     return {
         "what": what,
@@ -55,5 +56,5 @@ def begin(
 
 
 def end(result: dict[str, Any]) -> None:
-    """Adds the card as it is after the run: its clocks and its power, while it is still warm."""
+    """Adds the GPU's clocks and power after the run, while it is still warm."""
     result["card"] = card()

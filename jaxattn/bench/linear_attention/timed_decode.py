@@ -1,10 +1,10 @@
 """The timed op and its check, shared by the benches of delta-rule decode.
 
-Timed are states that barely decay, so that they stay the random ones that were drawn; the gates of
-a model would leave one token's v k^T of them.
+The timed states decay only slightly, so that they keep their random values. With a model's gates,
+only the last token's v k^T would remain of them.
 
-Operands are (arrays of rows .., packed weights [layers, W], slots [B]); pools are (conv_state,
-state), each [layers, Z, ..].
+Operands are (arrays with one entry per row, packed weights [layers, W], slots [B]); pools are
+(conv_state, state), each [layers, Z, ..].
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp
 from jaxattn.core.dispatch import Implementation
 
-BARELY = 1e-6  # of a model's decay: 10,000 calls leave 0.9 of a state
+BARELY = 1e-6  # of a model's decay rates: after 10,000 calls, 0.9 of a state remains
 
-# Operands and pools, with a factor on the rates of decay.
+# Makes operands and pools, given a factor on the decay rates.
 Inputs = Callable[[float], tuple[tuple[Any, ...], tuple[Any, ...]]]
 
 
 def decode(
     layer_decode: Callable[..., Any], inputs: Inputs, implementation: Implementation | None
 ) -> TimedOp:
-    """The layer's step over pools that are its state."""
+    """The layer's decode step as a timed op, with the pools as its state."""
     operands, pools = inputs(BARELY)
 
     def call(operands: Any, pools: Any, layer: Any) -> tuple[Any, Any]:
@@ -37,12 +37,14 @@ def decode(
 
 
 def check(op: TimedOp, inputs: Inputs, exact_layer: Callable[..., Any]) -> float:
-    """Relative L2 error of the first and the last row after a call with a model's decay, the
-    greatest of y and the states, against float64. Leaves the op as it was.
+    """The largest relative L2 error of the first and the last row after one call, against float64.
+
+    The call uses a model's decay; y and the states are compared. The op keeps its operands and
+    state.
 
     Args:
-        exact_layer: y, conv_state and state of one row, from that row's operands, a layer's
-            weights and the row's states.
+        exact_layer: Returns y, conv_state and state of one row, given that row's operands, a
+            layer's weights and the row's states.
     """
     timed = op.operands
     operands, op.state = inputs(1.0)

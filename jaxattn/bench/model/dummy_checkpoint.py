@@ -1,7 +1,8 @@
-"""A folder of a model with config.json and a tokenizer, and no weights: what two engines can open.
+"""Model folders with a config.json and a tokenizer but no weights, which two engines can open.
 
-Weights are drawn by each engine. The tokenizer has a word for each token of the model, so that a
-server's chunk shows a text for each of them. Prompts are token ids, and need no tokenizer.
+Each engine draws its own weights. The tokenizer has a word for each token id of the model, so that
+every token adds text to a chunk of a server's stream. Prompts are token ids, so nothing encodes
+them.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 from jaxattn.models.loading.huggingface_checkpoint import CONFIG
 
-# The name that config.json of a public model has in `architectures`; our catalog leaves it out.
+# The `architectures` entry in a public model's config.json, which our catalog omits.
 ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -25,9 +26,9 @@ ARCHITECTURES = {
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
-# Text models that are published inside of another, under `text_config`.
+# Text models that are published inside another model's config.json, under `text_config`.
 PUBLISHED_INSIDE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
-# A model of one layer, for a CPU.
+# A one-layer model for a CPU.
 SMALL: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 32,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -36,10 +37,11 @@ SMALL: dict[str, Any] = {
 
 
 def write_folder(folder: Path, fields: dict[str, Any]) -> None:
-    """Writes config.json with the model's architecture, and tokenizer.json.
+    """Writes config.json, with the model's architecture, and the tokenizer files.
 
     Args:
-        fields: of the model's config.json.
+        folder: An existing folder.
+        fields: The fields of the model's config.json.
     """
     model_type = fields.get("model_type", "")
     config = fields

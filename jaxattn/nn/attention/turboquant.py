@@ -1,4 +1,4 @@
-"""Grouped-query attention whose cache keeps TurboQuant's codes in place of keys and values."""
+"""Grouped-query attention whose cache stores TurboQuant codes instead of keys and values."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """As `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+        """Like `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
             ValueError: among others, `parallel` divides the pages of a row.
@@ -79,7 +79,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
-        """As `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+        """Like `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
             ValueError: among others, `spread` is given.
@@ -108,7 +108,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Arena | None]:
-        """The new tokens' output, the cache with them, and the arena."""
+        """(the new tokens' output, the cache with these tokens, the arena or None)."""
         arguments = self._check_tokens(op, x, "B S hidden")
         arguments.sizes |= {"Hk": (self.num_kv_heads, "this module")}
         check_turbo_cache(arguments, kv_cache, block_tables, seq_lens, layer, self.form)

@@ -92,7 +92,7 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
-        # in_proj_ba in two parts, where a decode step has them.
+        # in_proj_ba as two FP8 parts, in the stacks that a decode step reads.
         self.gates_in_stack: ExtraFp8Weights | None = None
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)

@@ -186,11 +186,11 @@ class KimiDeltaAttention(DeltaLayer):
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        del packed  # each projection is an array of its own
+        del packed  # each projection is a separate array
         return DeltaProjections(*projected)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow
+        beta = made.beta[..., : self.num_heads]  # packed parameters may be padded with zeros
         return kda.kda_gates(
             made.decays.reshape(*beta.shape, self.head_dim),
             beta,
