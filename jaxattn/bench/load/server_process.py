@@ -45,7 +45,7 @@ def started(
     """Starts a server with random weights, which ends with the context.
 
     Args:
-        folder: A folder of `dummy_checkpoint`, whose name is the model's name.
+        folder: A folder of `config_folder`, whose name is the model's name.
         peer_options: Additional options of vLLM.
         environment: Additional environment variables.
         limit: Maximum number of seconds until the server is ready.
