@@ -23,7 +23,7 @@ from jaxattn.core import deprecation as _deprecation
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import Schedule as Schedule
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge as ContextParallelMerge
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query

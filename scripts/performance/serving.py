@@ -83,7 +83,7 @@ def _times(rows: list[Row]) -> str:
     for row in rows:
         if row["unit"] in ("s", "ms"):
             pair = [ours(row), theirs(row)]
-            faster = int(times_as_fast(row) < 1)
+            faster = int((times_as_fast(row) or 1) < 1)
             pair[faster] = f"**{pair[faster]}**"
             cells.setdefault(row["model"], {})[row["what"]] = ", ".join(pair)
     whats = list(dict.fromkeys(what for model in cells.values() for what in model))

@@ -21,7 +21,7 @@ from jaxattn.core.dispatch import Implementation
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.core.stacked_layer import StackedLayer
-from jaxattn.kernels.hopper.fp8_operands import ROWS as FP8_COLUMNS
+from jaxattn.kernels.hopper.fp8_conversion import ROWS as FP8_COLUMNS
 from jaxattn.models.caches.layer_cache import Arrays, LayerCache
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn.four_bit_linear import FourBitLinears

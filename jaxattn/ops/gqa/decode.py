@@ -19,7 +19,7 @@ from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule
 from jaxattn.ops.gqa.cache_write import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,

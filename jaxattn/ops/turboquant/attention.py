@@ -24,7 +24,7 @@ from jaxattn.core.turboquant.slot_layout import page_slots, unpack
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule
 from jaxattn.kernels.turboquant.arguments import TurboDecodeCall
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (

@@ -10,8 +10,8 @@ from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.linear import LinearTileConfig, linears_mosaic, sums_parts
 from jaxattn.kernels.moe.combine import ExpertOutputs
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
 from tests.helpers.kernel_cases import slow

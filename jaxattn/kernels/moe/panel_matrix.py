@@ -1,13 +1,15 @@
-"""The next tile of a grouped product's CTA, and the location of rows of operands and results."""
+"""Matrices in panels of columns, as operands and results of the grouped products."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.moe.tile_config import GROUP
+
+WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +32,6 @@ class PanelMatrix:
         return ref.at[pl.ds(row, rows), pl.ds(pl.multiple_of(inside, columns), columns)]
 
 
-class GroupedGemmTile(NamedTuple):
-    """The next item of a CTA."""
-
-    expert: jax.Array
-    source: jax.Array  # first row of its tokens
-    target: jax.Array  # first row of its results
-    groups: jax.Array  # of 8 tokens
-    place: jax.Array  # index among the expert's pieces of rows
+def panel(width: int) -> int:
+    """Returns the columns of a panel of a matrix of that width."""
+    return math.gcd(width, WIDEST)

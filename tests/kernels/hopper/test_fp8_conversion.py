@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.fp8_operands import ROWS, SWIZZLED, widened
+from jaxattn.kernels.hopper.fp8_conversion import ROWS, SWIZZLED, widened
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 FP8 = jnp.float8_e4m3fn

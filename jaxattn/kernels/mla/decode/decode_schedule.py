@@ -1,4 +1,4 @@
-"""The tile scheduler of MLA decode: it divides the rows of a step among the CTAs."""
+"""The schedule of MLA decode: the division of a step's rows among the CTAs."""
 
 import dataclasses
 

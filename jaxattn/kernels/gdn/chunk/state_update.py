@@ -1,4 +1,4 @@
-"""The state update of a chunk: state in registers, products with it, and the ring of chunks."""
+"""The state update of a chunk: state in registers, and products with it."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import WgmmaAccumulator
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BY_COLUMN,
     CHUNK,
     DECAY,
@@ -19,26 +18,16 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     iota,
     over_columns,
     over_rows,
+    zero_tile,
 )
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import WgmmaAccumulator
 from jaxattn.kernels.hopper.store.unoptimized_store import store
-
-STAGES = 3  # chunks in shared memory
-CHANNEL_STAGES = 2  # for decays per channel, with two arrays of keys
-# Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens' output
-# is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
-START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
 
 
 def first_half(block: Any, halves: int) -> tuple[Any, Any]:
     """Returns the state of a CTA, and the first of its halves there."""
     index = block * halves
     return lax.div(index, jnp.int32(2)), lax.rem(index, jnp.int32(2))
-
-
-def first_run(x: Any) -> int:
-    """Returns the column of the plan where the runs begin, given an array with one entry per
-    chunk."""
-    return x.shape[0] + 1
 
 
 def state_at(ref: Any, index: tuple[Any, ...], part: Any, half: int) -> Any:
@@ -72,10 +61,6 @@ def store_state(
     for half in range(2):
         stored = state[half].astype(ref.dtype)
         store(state_at(ref, index, part, half), stored, interpret=interpret)
-
-
-def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
 
 
 class ScaledOperand(NamedTuple):
@@ -189,36 +174,3 @@ class ChunkStateUpdate:
 
 def times(factor: jax.Array | None, x: jax.Array) -> jax.Array:
     return x if factor is None else factor * x
-
-
-def next_slot(slot: Any, stages: int = STAGES) -> Any:
-    """Returns the next stage in turn; a remainder by 3 takes twenty dependent instructions."""
-    return jnp.where(slot == stages - 1, 0, slot + 1)
-
-
-def stream(
-    loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES,
-) -> jax.Array:  # fmt: skip
-    """Runs the producer warpgroup: `issue(i, slot, barrier)` copies chunk i when its stage is free,
-    after `before` earlier chunks. Returns how many it has copied in all."""
-
-    @pl.loop(0, steps)
-    def _(i):
-        slot = lax.rem(before + i, jnp.int32(stages))
-
-        @pl.when(before + i >= stages)
-        def _():
-            plgpu.barrier_wait(read.at[slot])
-
-        issue(i, slot, loaded.at[slot])
-
-    return before + steps
-
-
-def drain(read: Any, copied: Any, stages: int = STAGES) -> None:
-    """Waits for the remaining completions: a thread that waits on a barrier must observe each
-    one."""
-
-    @pl.loop(jnp.maximum(copied - stages, 0), copied)
-    def _(i):
-        plgpu.barrier_wait(read.at[lax.rem(i, jnp.int32(stages))])

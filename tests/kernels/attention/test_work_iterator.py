@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.attention.work_iterator import WorkIterator
 
 ROWS, PAGES = 4, 7
 
@@ -14,7 +14,7 @@ def walks(begin, end, lens, order):
     """How many pages there are and their (row, page): piece by piece, ahead, and of the first place
     alone."""
     table, cache = np.zeros((ROWS, PAGES), np.int32), jax.ShapeDtypeStruct((1, 1, 64, 576), "uint8")
-    part = WorkPartition(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, None)
+    part = WorkIterator(tuple(begin), tuple(end), lens, table, cache, 0, 0, order, None)
     nothing = jnp.int32(0), jnp.full((ROWS * PAGES, 2), -1)
 
     def add(taken, row, page):

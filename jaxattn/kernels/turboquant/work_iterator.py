@@ -1,4 +1,4 @@
-"""The partition of `turbo_decode`'s work among CTAs: gqa_decode's pairs, over pages of codes."""
+"""The iteration of a CTA over its part of `turbo_decode`: gqa_decode's pairs, in pages of codes."""
 
 import dataclasses
 from typing import Any
@@ -10,13 +10,13 @@ from jax.experimental import pallas as pl
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.turboquant.slot_layout import GROUP
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator
 from jaxattn.kernels.turboquant.smem import ROW, whole_steps
 
 
 @dataclasses.dataclass(frozen=True)
-class TurboWorkPartition(HeadWorkPartition):
-    """A part of pairs over pages of codes.
+class TurboWorkIterator(HeadWorkIterator):
+    """The iteration over a part of pairs, over pages of codes.
 
     Attributes:
         form: The format of the cache.
@@ -37,7 +37,7 @@ class TurboWorkPartition(HeadWorkPartition):
         """Returns the (source, destination) pairs of a step's codes, one for each contiguous run.
 
         Args:
-            numbers: The result of `HeadWorkPartition.numbers_of`.
+            numbers: The result of `HeadWorkIterator.numbers_of`.
             to: A step of `TurboDecodeSmem.codes`.
         """
         head = self.row_and_head(pair)[1]

@@ -1,4 +1,4 @@
-"""Tile sizes, scratch and copies of the gated delta rule's prefill kernels."""
+"""Tile sizes, scratch, copies and broadcasts of the chunked gated delta rule's kernels."""
 
 from typing import Any
 
@@ -99,6 +99,10 @@ def copy_triangle(source: Any, destination: Any, barrier: Any) -> None:
 
 def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=TILE)
+
+
+def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((CHUNK, CHUNK), dtype), TILE)
 
 
 def over_rows(vector: jax.Array) -> jax.Array:

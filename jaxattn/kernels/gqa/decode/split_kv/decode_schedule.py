@@ -1,6 +1,6 @@
-"""The tile scheduler of `gqa_decode`: it divides the steps of all (row, KV head) pairs into parts.
+"""The schedule of `gqa_decode`: the division of the steps of all (row, KV head) pairs into parts.
 
-The division is that of mla_decode, with pairs instead of rows; work_partition.py describes how
+The division is that of mla_decode, with pairs instead of rows; work_iterator.py describes how
 steps are counted.
 """
 
@@ -29,7 +29,7 @@ from jaxattn.kernels.gqa.decode.split_kv.oversubscription import (
     oversubscribe,
 )
 from jaxattn.kernels.gqa.decode.split_kv.semaphore import zero_counts
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import first_step
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import first_step
 from jaxattn.kernels.hopper.device import NUM_SMS
 
 INTERPRETED_SMS = 4  # the interpreter takes seconds per CTA, with or without work

@@ -1,4 +1,4 @@
-"""FP8 weights, in shared memory as they are stored, as the left operand of wgmma in registers.
+"""Conversion of FP8 numbers to 16 bits, from shared memory to wgmma's operand registers.
 
 A tile [64, 128] has rows of 128 bytes in swizzled chunks of 16: chunk c of row i is at c ^ (i % 8).
 In each step of 16 columns, warp w, lane 4 g + t has the rows 16 w + g and 8 below. Its columns are

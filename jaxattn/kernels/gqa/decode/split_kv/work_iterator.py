@@ -1,4 +1,4 @@
-"""The partition of `gqa_decode`'s work among CTAs, in pairs (row, KV head) instead of rows.
+"""The iteration of a CTA over its part of `gqa_decode`, in pairs (row, KV head) instead of rows.
 
 Pair p is KV head p % Hk of row p // Hk, so that all multiprocessors have work whatever Hk is.
 Steps, 64 tokens each, count from the first step in which the row's window has a token. Earlier
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
-from jaxattn.kernels.attention.work_partition import SchedulePosition, WorkPartition
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, WorkIterator
 from jaxattn.kernels.gqa.decode.load.prefetch import prefetch_array, prefetch_element
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two
@@ -36,8 +36,8 @@ def first_step(lengths: jax.Array, q_len: int, window: int | None) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadWorkPartition(WorkPartition):
-    """A part of pairs; `row` of `WorkPartition` is a pair here.
+class HeadWorkIterator(WorkIterator):
+    """The iteration over a part of pairs; `row` of `WorkIterator` is a pair here.
 
     Attributes:
         kv_ref: The cache [L, 2 N, C, Hk D], with the keys of page n at 2 n, followed by its values.

@@ -1,4 +1,4 @@
-"""4-bit weights, in tiles of shared memory, as the left operand of wgmma in registers.
+"""Dequantization of 4-bit weights, from tiles in shared memory to wgmma's operand registers.
 
 `core.numerics.four_bit_tiles` defines the layout of a tile. A thread loads 64 columns of both its
 rows by one load of 16 bytes, and converts each pair of codes to two 16-bit numbers:

@@ -1,4 +1,4 @@
-"""The partition of MLA decode's rows among CTAs: the pieces of a CTA's part, page by page.
+"""The iteration of a CTA over its part of MLA decode's rows: the pieces of the part, page by page.
 
 A piece is a row, or its portion in this part. Warpgroups may share a piece and take its pages in
 turns. A consumer processes its pieces one by one. A producer that loads ahead of it finds the page
@@ -40,8 +40,8 @@ class SchedulePosition:
 
 
 @dataclasses.dataclass(frozen=True)
-class WorkPartition:
-    """A part of the schedule.
+class WorkIterator:
+    """The iteration over a part of the schedule.
 
     Attributes:
         begin: (place, page) where the part begins, a cut of `Schedule`; `end` is that of the next
@@ -68,7 +68,7 @@ class WorkPartition:
     stride = 1  # distance between the part's places
 
     @classmethod
-    def of(cls, refs: Any, index: jax.Array) -> "WorkPartition":
+    def of(cls, refs: Any, index: jax.Array) -> "WorkIterator":
         """Returns the part `index` of a `Schedule`; `refs` are a kernel's refs."""
         begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
         return cls(
