@@ -15,18 +15,9 @@ import jax
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.contradictions import check_sizes
-from jaxattn.cli.options.parallel_config import read_layout
-from jaxattn.cli.options.parser import (
-    VERSION,
-    HelpFormatter,
-    InputError,
-    OptionParser,
-    add_cache_format,
-    add_dense,
-    add_layout,
-    add_speculation,
-    in_options,
-)
+from jaxattn.cli.options.model_options import add_cache_format, add_dense, add_speculation
+from jaxattn.cli.options.parallel_options import add_layout, read_layout
+from jaxattn.cli.options.parser import VERSION, HelpFormatter, InputError, OptionParser, in_options
 from jaxattn.cli.options.value_types import fraction, size, sizes
 from jaxattn.cli.plan_report import report_plan
 from jaxattn.cli.startup.model_source import is_name, located, one_line, read

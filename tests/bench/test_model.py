@@ -458,10 +458,10 @@ def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_without_a_checkout_or_a_card_says_so(monkeypatch):
-    from jaxattn.bench.harness import device_info
+    from jaxattn.bench.harness import device_info, run_metadata
 
     def missing(*_, **__):
         raise FileNotFoundError
 
     monkeypatch.setattr(device_info.subprocess, "run", missing)
-    assert device_info.commit() == "" and device_info.card() == {}
+    assert run_metadata.commit() == "" and device_info.card() == {}

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxattn import __main__, interrupt
-from jaxattn.cli.exit_codes import interrupts_raised
+from jaxattn.interrupt import interrupts_raised
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("jaxattn", "jaxattn.serve", "jaxattn.plan", "jaxattn.bench", "jaxattn serve")
+MODULES = ("jaxattn.serve", "jaxattn.plan", "jaxattn.bench", "jaxattn serve")
 
 # What stands in for JAX, so that the signal comes while it is imported.
 IN_A_DESTRUCTOR = """
@@ -65,6 +65,10 @@ def test_while_jax_is_imported(module, jax, tmp_path):
     assert run(tmp_path, jax, "-m", *module.split()) == (130, "interrupted\n")
 
 
+def test_the_list_of_commands_imports_no_jax(tmp_path):
+    assert run(tmp_path, GOES_ON, "-m", "jaxattn") == (0, "")
+
+
 def test_an_installed_script(tmp_path):
     script = tmp_path / "jaxattn-serve"
     script.write_text("from jaxattn.serve import main\nmain()\n")
@@ -72,7 +76,7 @@ def test_an_installed_script(tmp_path):
 
 
 def test_a_program_that_imports_the_package_keeps_its_own_ctrl_c(tmp_path):
-    code, error = run(tmp_path, GOES_ON, "-c", "import jaxattn")
+    code, error = run(tmp_path, GOES_ON, "-c", "import jaxattn.arena")
     assert code == -signal.SIGINT and error.endswith("KeyboardInterrupt\n")
 
 

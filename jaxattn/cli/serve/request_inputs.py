@@ -5,14 +5,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from jaxattn.cli.options.parser import (
+from jaxattn.cli.options.parser import InputError, in_options
+from jaxattn.cli.options.serve_options import (
     BATCH,
     CHAT_MODEL_LEN,
     MAX_MODEL_LEN,
     MAX_TOKENS,
     SERVER_BATCH,
-    InputError,
-    in_options,
 )
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.core.validation.arguments import MOST

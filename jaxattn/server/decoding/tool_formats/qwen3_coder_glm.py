@@ -1,4 +1,4 @@
-"""Formats of tool calls with arguments between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
+"""Qwen3-Coder's and GLM's formats of tool calls, whose arguments are between tags.
 
 A value is the text between its tags. Only the tool's schema determines whether `12345` is a string.
 An end tag ends a value only if it is followed by a tag that may come after an argument.
@@ -6,26 +6,11 @@ An end tag ends a value only if it is followed by a tag that may come after an a
 
 from jaxattn.server.decoding.tool_formats import lossless_json, schema_types
 from jaxattn.server.decoding.tool_formats.hermes import BEGIN, END, HermesFormat
-from jaxattn.server.decoding.tool_formats.text_cursor import (
-    MOST_NAME,
-    Scan,
-    TextCursor,
-    Unreadable,
-)
-from jaxattn.server.decoding.tool_formats.tool_format import (
-    CallDraft,
-    CallFrame,
-    Reading,
-    ToolFormat,
-    ToolSchemas,
-)
+from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
+from jaxattn.server.decoding.tool_formats.tool_format import CallDraft, Reading, ToolSchemas
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-DSML = "｜DSML｜"
-SECTIONS = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>")
-INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
-GIVEN, GIVEN_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
@@ -48,14 +33,14 @@ class QwenCoderFormat(HermesFormat):
             yield (yield from self._body(cursor, tools))
             return
         yield from cursor.literal(FUNCTION)
-        name = yield from _name(cursor, ">")
+        name = yield from cursor.name(">")
         if not tagged and name not in tools:
             raise Unreadable
         values: dict[str, str] = {}
         yield from cursor.space()
         mark = yield from cursor.one_of(PARAMETER, FUNCTION_END)
         while mark == PARAMETER:
-            key = yield from _name(cursor, ">")
+            key = yield from cursor.name(">")
             if key in values:
                 raise Unreadable
             others = [each for each in tools.arguments(name) if each not in {*values, key}]
@@ -115,7 +100,7 @@ class GlmFormat(HermesFormat):
         if mark == END and name not in tools:  # a tag around a plain word
             raise Unreadable
         while mark == KEY:
-            key = yield from _name(cursor, KEY_END)
+            key = yield from cursor.name(KEY_END)
             if key in values:
                 raise Unreadable
             yield from cursor.space()
@@ -145,103 +130,10 @@ class GlmFormat(HermesFormat):
             parts += text, mark, space
 
 
-class DsmlFormat(ToolFormat):
-    """DeepSeek-V3.2's markup, which marks each parameter as a string or as JSON.
-
-    <｜DSML｜function_calls>
-    <｜DSML｜invoke name="f">
-    <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>
-    </｜DSML｜invoke>
-    </｜DSML｜function_calls>
-
-    An invocation may contain a JSON object instead of parameters. DeepSeek-V4 calls the section
-    tool_calls.
-    """
-
-    name = "deepseek_v32"
-    shown = (DSML,)
-    frame = CallFrame(
-        begin=f"<{DSML}function_calls>\n",
-        before=f'{INVOKE}NAME">\n',
-        after=f"\n{INVOKE_END}",
-        end=f"\n</{DSML}function_calls>",
-    )
-
-    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
-        return (*SECTIONS, INVOKE)
-
-    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
-        if (yield from cursor.one_of(*SECTIONS)) is not None:
-            yield from cursor.space()
-        yield from cursor.literal(INVOKE)
-        invokes = True
-        while invokes:
-            name = yield from _name(cursor, '">')
-            yield from cursor.space()
-            if cursor.text.startswith("{"):
-                arguments = lossless_json.object_text((yield from cursor.json()))
-                yield from cursor.space()
-                yield from cursor.literal(INVOKE_END)
-            else:
-                arguments = yield from self._parameters(cursor)
-            yield CallDraft(name, arguments)
-            yield from cursor.space()
-            ends = (f"</{section[1:]}" for section in SECTIONS)
-            invokes = (yield from cursor.one_of(INVOKE, *ends)) == INVOKE
-
-    def _parameters(self, cursor: TextCursor) -> Scan[str]:
-        """Reads an invocation's parameters and its end tag, and returns them as a JSON object."""
-        found: dict[str, str] = {}
-        mark = yield from cursor.one_of(GIVEN, INVOKE_END)
-        while mark == GIVEN:
-            key = yield from _name(cursor, '" string="')
-            kind = yield from cursor.one_of('true">', 'false">')
-            if kind is None or key in found:
-                raise Unreadable
-            text, mark = yield from self._value(cursor)
-            is_text = kind.startswith("true")
-            found[key] = lossless_json.quoted(text) if is_text else lossless_json.literal(text)
-        if mark is None:
-            raise Unreadable
-        return _object(found)
-
-    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
-        """Reads a value and its end tag, and returns the value and the tag after it.
-
-        Raises:
-            Unreadable: If the end tag is missing, because the next value begins or the call ends
-                before it.
-        """
-        parts: list[str] = []
-        while True:
-            text, mark = yield from cursor.until(GIVEN_END, GIVEN, INVOKE_END)
-            if mark != GIVEN_END:
-                raise Unreadable
-            space = yield from cursor.space()
-            if (after := (yield from cursor.one_of(GIVEN, INVOKE_END))) is not None:
-                return "".join([*parts, text]), after
-            parts += text, mark, space
-
-
-def _name(cursor: TextCursor, end: str) -> Scan[str]:
-    """Reads the name of a function or an argument, up to an end mark in the same line."""
-    text, mark = yield from cursor.until(end, "\n")
-    name = text.strip()
-    if mark != end or not 0 < len(name) <= MOST_NAME:
-        raise Unreadable
-    return name
-
-
 def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
     root = tools.parameters.get(name, {})
     spelled = {
         key: schema_types.spelled(value, tools.arguments(name).get(key), root)
         for key, value in values.items()
     }
-    return CallDraft(name, _object(spelled))
-
-
-def _object(values: dict[str, str]) -> str:
-    """Returns a JSON object, given the JSON of its values."""
-    pairs = (f"{lossless_json.quoted(key)}:{value}" for key, value in values.items())
-    return "{" + ",".join(pairs) + "}"
+    return CallDraft(name, lossless_json.object_of(spelled))
