@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxattn.bench.harness.device_info import device_facts
 from jaxattn.bench.harness.result_tables import show, store
-from jaxattn.bench.harness.timing import device_facts, seconds
+from jaxattn.bench.harness.timing import seconds
 from jaxattn.gdn import chunk_gated_delta_rule
 from jaxattn.mla import causal_attention
 

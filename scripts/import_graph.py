@@ -58,6 +58,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels.linear", "kernels"),
     ("kernels.attention",),
     ("kernels.hopper",),
+    ("limits",),
     ("memory",),
     ("text",),
     ("core",),

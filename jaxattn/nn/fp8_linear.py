@@ -13,12 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.numerics.fp8_block_scaling import (
-    deinterleave_columns,
-    dequantize,
-    interleave_columns,
-    quantize,
-)
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, quantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns, interleave_columns
 from jaxattn.nn.four_bit_linear import FourBitLinear, FourBitLinears
 from jaxattn.nn.linear import Linear, LinearBias, StackedWeight, added_to, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
@@ -28,7 +24,7 @@ from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 class Fp8Linear(Linear):
     """`Linear` with a weight float8_e4m3fn [out_features, in_features] and its scales.
 
-    The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`);
+    The columns are in pairs (`jaxattn.core.numerics.fp8_weight_layout.interleave_columns`);
     `in_features` is a multiple of 16. The scale is float32 [ceil(out_features / 128),
     ceil(in_features / 128)]. Differentiable in x.
     """

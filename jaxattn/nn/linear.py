@@ -19,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
 from jaxattn.core.reverse_mode import in_reverse_mode_only
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.linear.linear import (
@@ -102,7 +102,7 @@ class StackedWeight:
     """
 
     weights: Float[Array, "L *H K N"]
-    layer: StackedLayer
+    layer: LayerIndex
     implementation: Implementation | None
 
     def of_heads(

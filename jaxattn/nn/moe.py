@@ -11,25 +11,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
 from jaxattn.ops.moe.experts import RoutedToken, mixture_of_experts
-from jaxattn.ops.moe.router_logits import (
-    choose_experts,
-    router_products,
-    sum_split_logits,
-    training_logits,
-)
+from jaxattn.ops.moe.router_logits import router_products, sum_split_logits, training_logits
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
-from jaxattn.ops.moe.routing import Router, route_serves
+from jaxattn.ops.moe.routing import Router, choose_experts, route_serves
 
 type WeightFormat = Literal["fp8"] | FourBitFormat
 
@@ -183,14 +178,14 @@ class MixtureOfExperts(nnx.Module):
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
         bias = self.router_bias[...] if self.has_biases else None
-        only = StackedLayer(jnp.int32(0), 1, 0)
+        only = LayerIndex(jnp.int32(0), 1, 0)
         return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate, bias))[0]
 
     def step(
         self,
         x: Float[Array, "*T F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         *,
         valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
         share: ExpertShare | None = None,
@@ -248,7 +243,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         apart: bool,
@@ -269,7 +264,7 @@ class MixtureOfExperts(nnx.Module):
         always: int,
         valid: Array | None,
         biases: Float[Array, "L E"] | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         x: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
@@ -291,7 +286,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         tokens: Float[Array, "1 F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         implementation: Implementation | None,
@@ -338,7 +333,7 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         valid: Array | None,
         biases: Array | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
@@ -356,7 +351,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         logits: Array,
         halves: bool = False,
         valid: Array | None = None,
@@ -408,7 +403,7 @@ class MixtureOfExperts(nnx.Module):
         weights: Array,
         listed: RoutedToken | None,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         apart: bool,
         implementation: Implementation | None,

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxattn import gdn, gqa, mla, moe
 from jaxattn.arena import Arena
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.mla import LatentFormat
@@ -24,11 +24,11 @@ from jaxattn.ops.moe.router_shared_experts import router_shared_experts
 
 
 def in_pattern(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an op so that `pattern`, (period, offset), makes its layer a `StackedLayer`."""
+    """Wraps an op so that `pattern`, (period, offset), makes its layer a `LayerIndex`."""
 
     def call(*arrays: Any, pattern: tuple[int, int] | None = None, **given: Any) -> Any:
         if pattern is not None:
-            given["layer"] = StackedLayer(given["layer"], *pattern)
+            given["layer"] = LayerIndex(given["layer"], *pattern)
         return op(*arrays, **given)
 
     return call
@@ -182,7 +182,7 @@ def shared_experts_and_mixture(
 ) -> Any:  # fmt: skip
     """A token's router, choice and shared experts, followed by its other experts."""
     with jax.ensure_compile_time_eval():
-        layer = StackedLayer(jnp.int32(1), 2, 1)
+        layer = LayerIndex(jnp.int32(1), 2, 1)
     spec = moe.scratch(
         tokens=1, top_k=router.top_k + always, experts=gate_up.shape[1], hidden=x.shape[1],
         expert_size=down.shape[-1],
@@ -201,7 +201,7 @@ def normed_linears(
     *, stream: Any, added: Any, norms: Any, layer: Any, weights: Any, **options: Any
 ) -> Any:
     """A token's residual sum, its norm, and the products that read the norm, in one launch."""
-    place = StackedLayer(layer, 2, 1)
+    place = LayerIndex(layer, 2, 1)
     token = PendingNorm(stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **options)
     assert token.serves(weights, place)
     return token.linears(weights, layer=place, out_dtypes=[jnp.bfloat16] * len(weights))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.cases.ops import OPS
-from scripts.cases.shapes import Shapes
+from scripts.cases.shape_spec import Shapes
 
 NORMED = ("q", "k", "w_uk", "w_uv", "gate_up", "down", "gate", "up")  # scaled, as products sum them
 CODE = 0x11  # each byte of a cache of codes

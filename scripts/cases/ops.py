@@ -16,10 +16,10 @@ from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.linear import fp8_linear, linear
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
-from jaxattn.ops.moe.router_logits import choose_experts
+from jaxattn.ops.moe.routing import choose_experts
 from scripts.cases import calls
 from scripts.cases.calls import append_of, delta_rule_gradient, delta_rule_prefill, in_pattern
-from scripts.cases.shapes import Shapes, shapes
+from scripts.cases.shape_spec import Shapes, shapes
 
 
 def body(x_ref: Any, at_ref: Any, out_ref: Any) -> None:

@@ -19,9 +19,9 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, RowIndices
 from jaxattn.engine.steps.engine_state import row_shapes
 from jaxattn.engine.steps.step_interface import EngineStep
+from jaxattn.limits import Limits
 from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from tests.helpers.lazy_steps import is_lazy

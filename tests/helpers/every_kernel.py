@@ -1,6 +1,6 @@
 """Each public op that has a kernel, once, on small arrays that the kernel supports.
 
-`arguments(name)` gives (arrays, options), both by keyword, from scripts/cases/single.py.
+`arguments(name)` gives (arrays, options), both by keyword, from scripts/cases/smoke.py.
 """
 
 import contextlib
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gqa
-from scripts.cases import ops, single
+from scripts.cases import ops, smoke
 
 HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
-cases = functools.cache(single.cases)
+cases = functools.cache(smoke.cases)
 
 OPS = {name: ops.OPS[name].call for name in cases()}
 
@@ -43,7 +43,7 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
         arrays["kv_cache"] = gqa.turbo_cache_write(
             arrays["kv_cache"],
             *jnp.asarray(tokens, jnp.bfloat16),
-            form=single.FORM,
+            form=smoke.FORM,
             query_lens=paged["seq_lens"],
             **paged,
         )

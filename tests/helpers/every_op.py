@@ -26,7 +26,7 @@ from jaxattn.ops.linear.rms_norm import rms_norm_layer
 from scripts.cases.case import fill
 from scripts.cases.ops import OPS as KERNELS
 from scripts.cases.ops import PAGED
-from scripts.cases.shapes import shapes
+from scripts.cases.shape_spec import shapes
 
 CONFIG = RopeConfig(dim=4)
 HIDDEN, PAGES, PAGE, SLOTS = 16, 8, 4, 4

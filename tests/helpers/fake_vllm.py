@@ -39,7 +39,7 @@ class LLM:
         config = json.loads((pathlib.Path(given["model"]) / "config.json").read_text())
         assert config["architectures"] == ["Qwen3ForCausalLM"], config
         assert given["load_format"] == "dummy" and given["skip_tokenizer_init"], given
-        assert given["worker_extension_cls"].endswith("OrdinaryWeights"), given
+        assert given["worker_extension_cls"].endswith("VllmDummyWeights"), given
         self.llm_engine = Engine()
     def collective_rpc(self, method):
         assert method == "set_ordinary_weights"

@@ -20,7 +20,7 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.embedded.hybrid_config import HybridConfig

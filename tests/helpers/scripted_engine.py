@@ -12,7 +12,7 @@ from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, Fini
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanItem
 
 LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)

@@ -15,7 +15,7 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.plan import nbytes

@@ -19,7 +19,7 @@ from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import nbytes
 
 LIMITS = Limits(

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.arena import Arena
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
@@ -197,7 +197,7 @@ def test_gdn_decode_of_a_layer_in_a_pattern():
 
     def step(qkvz, ba, weights, conv, state, slots, repeat):
         return gated_delta_net_decode(
-            qkvz, ba, weights, conv, state, slots, layer=StackedLayer(repeat, 3, 1),
+            qkvz, ba, weights, conv, state, slots, layer=LayerIndex(repeat, 3, 1),
             implementation="mosaic_gpu",
         )  # fmt: skip
 

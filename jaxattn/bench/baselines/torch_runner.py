@@ -19,12 +19,10 @@ as for our ops:
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -32,16 +30,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxattn.bench.attention import mla
 from jaxattn.bench.baselines import flashinfer_xqa, flashmla_fa3, torch_layers
-from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
+from jaxattn.bench.baselines.torch_delta_rule import (
+    fla_decode,
+    fla_gradient,
+    fla_kda_prefill,
+    fla_prefill,
+    flashinfer_prefill,
+    flashqla_gradient,
+    flashqla_prefill,
+)
+from jaxattn.bench.baselines.torch_layers import torch
+from jaxattn.bench.baselines.torch_mla import flaggems_mla, flashinfer_mla
+from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP
 
 CALLS, REPEATS = 32, 7  # calls per graph, and repeated measurements
 SECONDS = 1200  # limit for a baseline's process, which may compile for long on its first call
-DIM = 128  # head dim of the delta rule's keys and values
-DEVICE = "cuda"
 IDLE = 0.3  # seconds in which a GPU cools before a burst
 NO_KERNELS = ("Memcpy HtoD", "Event Sync", "Context Sync", "Stream Sync", "Stream Wait")
 
@@ -70,195 +74,6 @@ class TorchBaseline:
     package: str
     build: Build
     gradient: bool = False
-
-
-def torch() -> Any:
-    return importlib.import_module("torch")
-
-
-def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """(tokens per row, pages per row, shuffled page numbers, number of caches that exceed L2)."""
-    lens = mla.lengths(batch, tokens)
-    pages = -(-lens // mla.PAGE)
-    total = int(pages.sum())
-    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
-    return lens, pages, np.random.default_rng(0).permutation(total), layers
-
-
-def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlashInfer's wrapper, planned beforehand like our schedule."""
-    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
-    lens, pages, numbers, layers = paged(batch, tokens)
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    rank, rope = mla.RANK, mla.DIM - mla.RANK
-    latents = [normal(len(numbers), mla.PAGE, rank) for _ in range(layers)]
-    rotated = [normal(len(numbers), mla.PAGE, rope) for _ in range(layers)]
-    q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
-    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
-        t.empty(128 * 2**20, dtype=t.int8, device=DEVICE)
-    )
-    wrapper.plan(
-        qo_indptr=index([q_len * row for row in range(batch + 1)]),
-        kv_indptr=index([0, *pages.cumsum().tolist()]),
-        kv_indices=index(numbers.tolist()),
-        kv_len_arr=index(lens.tolist()),
-        num_heads=heads,
-        head_dim_ckv=rank,
-        head_dim_kpe=rope,
-        page_size=mla.PAGE,
-        causal=q_len > 1,
-        sm_scale=mla.SCALE,
-        q_data_type=t.bfloat16,
-        kv_data_type=t.bfloat16,
-    )
-    return lambda i: wrapper.run(
-        q_nope=q_nope, q_pe=q_pe, ckv_cache=latents[i % layers], kpe_cache=rotated[i % layers]
-    )
-
-
-def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlagGems' kernel, which is written in Triton and does not split rows."""
-    if q_len != 1:
-        raise ValueError(f"it takes one token a row, not {q_len}")
-    t, flag_gems = torch(), importlib.import_module("flag_gems")
-    lens, pages, numbers, layers = paged(batch, tokens)
-    most = int(pages.max())
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    caches = [normal(len(numbers), mla.PAGE, 1, mla.DIM) for _ in range(layers)]
-    q = normal(batch, 1, heads, mla.DIM)
-    table = np.zeros((batch, most), np.int32)
-    table[np.arange(most) < pages[:, None]] = numbers
-    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
-    tables, lengths = index(table.tolist()), index(lens.tolist())
-    return lambda i: flag_gems.flash_mla(
-        q, tables, caches[i % layers], most * mla.PAGE, mla.PAGE, batch, 1, lengths, heads, 1,
-        mla.DIM, mla.RANK, True,
-    )  # fmt: skip
-
-
-def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
-    """q, k, v, g, beta like gdn_prefill's inputs, with gates log sigmoid(uniform)."""
-    t = torch()
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    uniform = functools.partial(t.rand, dtype=t.float32, device=DEVICE)
-    return {
-        "q": normal(rows, tokens, key_heads, DIM),
-        "k": normal(rows, tokens, key_heads, DIM),
-        "v": normal(rows, tokens, value_heads, DIM),
-        "g": t.nn.functional.logsigmoid(uniform(rows, tokens, value_heads)),
-        "beta": uniform(rows, tokens, value_heads),
-    }
-
-
-def fla_decode(
-    batch: int, key_heads: int, value_heads: int, tokens: int, state: str
-) -> Callable[[int], Any]:
-    """FLA's recurrence only, without our op's convolution, gates and norm."""
-    if state != "float32":
-        raise ValueError(f"its states are float32, not {state}")
-    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
-    size = batch * value_heads * DIM * DIM * 4
-    layers = rotation(size)
-    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device=DEVICE)
-    operands = delta_rule(batch, tokens, key_heads, value_heads)
-    return lambda i: fla.fused_recurrent_gated_delta_rule(
-        **operands,
-        initial_state=states[i % layers],
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-
-
-def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
-    """Keyword arguments, with FLA's names, for a chunked prefill of packed sequences."""
-    t = torch()
-    return {
-        **delta_rule(1, count * length, key_heads, value_heads),
-        "cu_seqlens": t.tensor(
-            [length * i for i in range(count + 1)], dtype=t.int64, device=DEVICE
-        ),
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-
-
-def fla_prefill(*shape: int) -> Callable[[int], Any]:
-    os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels, even if FlashQLA is installed
-    fla, operands = importlib.import_module("fla.ops.gated_delta_rule"), prefill(*shape)
-    return lambda i: fla.chunk_gated_delta_rule(**operands)
-
-
-def fla_kda_prefill(heads: int, count: int, length: int) -> Callable[[int], Any]:
-    fla, operands = importlib.import_module("fla.ops.kda"), prefill(heads, heads, count, length)
-    drawn = torch().rand(1, count * length, heads, DIM, dtype=torch().float32, device=DEVICE)
-    operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
-    return lambda i: fla.chunk_kda(**operands)
-
-
-def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashQLA on normalized q and k, because it leaves their norm to torch.compile."""
-    flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
-    normalize = torch().nn.functional.normalize
-    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
-    operands["use_qk_l2norm_in_kernel"] = False
-    return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
-
-
-def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """Both passes of FLA's own kernels, at shapes of bench/layers/gradients/op_gradients.py."""
-    os.environ["FLA_FLASH_QLA"] = "0"
-    if op == "kda":
-        operands = delta_rule(rows, tokens, 16, 16)
-        drawn = torch().rand(rows, tokens, 16, DIM, dtype=torch().float32, device=DEVICE)
-        operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
-        return both_passes(importlib.import_module("fla.ops.kda").chunk_kda, operands)
-    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return both_passes(rule, gradient_operands(op, rows, tokens))
-
-
-def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """Both passes of FlashQLA on normalized q and k.
-
-    The time does not include their norm, which FlashQLA leaves to torch.compile.
-    """
-    flash_qla, normalize = importlib.import_module("flash_qla"), torch().nn.functional.normalize
-    operands = gradient_operands(op, rows, tokens)
-    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
-    return both_passes(flash_qla.chunk_gated_delta_rule, operands, l2norm=False)
-
-
-def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
-    if op != "gdn":
-        raise ValueError(f"it has no {op}")
-    return delta_rule(rows, tokens, 16, 32)
-
-
-def both_passes(
-    rule: Callable[..., Any], operands: dict[str, Any], *, l2norm: bool = True
-) -> Callable[[int], Any]:
-    """A call that returns the gradients of all operands, for a fixed cotangent of the output."""
-    t = torch()
-    operands = {name: x.requires_grad_() for name, x in operands.items()}
-    cotangent = t.randn(*operands["v"].shape, dtype=t.bfloat16, device=DEVICE)
-
-    def forward(i: int) -> Any:
-        del i
-        return rule(**operands, use_qk_l2norm_in_kernel=l2norm)[0]
-
-    def call(i: int) -> Any:
-        return t.autograd.grad(forward(i), list(operands.values()), cotangent)
-
-    call.forward = forward  # type: ignore[attr-defined]
-    return call
-
-
-def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashInfer takes packed tokens without a batch axis, and the decay instead of its log."""
-    module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
-    packed = {name: operands[name][0] for name in ("q", "k", "v", "g", "beta")}
-    operands |= packed | {"g": torch().exp(packed["g"])}
-    return lambda i: module.chunk_gated_delta_rule(**operands)
 
 
 PEERS = {

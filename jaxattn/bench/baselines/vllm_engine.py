@@ -1,9 +1,9 @@
-"""vLLM as an engine of `jaxattn.bench.offline.measures`, and its server, with dummy weights.
+"""vLLM as an engine of `jaxattn.bench.offline.measures`, with dummy weights.
 
 vLLM runs with its default options, except those that random weights need. Dummy weights are all
 close to 0, so every row would choose the same experts and the same next token, and MoE layers would
-read fewer weights than in use. So each worker gets `OrdinaryWeights`, which sets norms, routers and
-embeddings to ordinary values after loading.
+read fewer weights than in use. So each worker gets `VllmDummyWeights`, which sets norms, routers
+and embeddings to ordinary values after loading.
 
 The module was written for vLLM 0.26.0. `pip install vllm==0.26.0` installs all it needs.
 """
@@ -12,12 +12,11 @@ import functools
 import importlib.util
 import json
 import os
-import sys
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxattn.bench.baselines.vllm_dummy_weights import WEIGHTS, WORKER_EXTENSION
 from jaxattn.bench.offline.measures import MeasureError
 from jaxattn.bench.offline.workload import OfflineRequest
 
@@ -26,11 +25,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
 }
-WEIGHTS = "set_ordinary_weights"
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "bfloat16",
-    "worker_extension_cls": f"{__name__}.OrdinaryWeights",
+    "worker_extension_cls": WORKER_EXTENSION,
 }
 
 
@@ -39,37 +37,6 @@ def missing() -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment: pip install vllm==0.26.0"
     return None
-
-
-class OrdinaryWeights:
-    """A vLLM worker extension that replaces dummy weights that would distort the load."""
-
-    def set_ordinary_weights(self) -> dict[str, int]:
-        """Replaces the weights; returns the number of changed modules by kind."""
-        import torch
-
-        changed = {"norms": 0, "routers": 0, "biases": 0, "embeddings": 0}
-        model = self.get_model()  # type: ignore[attr-defined]  # of the worker
-        with torch.inference_mode():
-            torch.manual_seed(1)
-            for name, module in model.named_modules():
-                weight, kind = getattr(module, "weight", None), type(module).__name__
-                if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                    continue
-                if "Norm" in kind and weight.dim() == 1:
-                    weight.fill_(0.0 if "Gemma" in kind else 1.0)  # Gemma's adds 1
-                    changed["norms"] += 1
-                elif kind.startswith("VocabParallelEmbedding"):
-                    weight.normal_()
-                    changed["embeddings"] += 1
-                elif name.endswith((".gate", ".shared_expert_gate")) and weight.dim() == 2:
-                    weight.normal_(std=weight.shape[-1] ** -0.5)
-                    changed["routers"] += 1
-            for name, value in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("e_score_correction_bias"):
-                    value.zero_()
-                    changed["biases"] += 1
-        return changed
 
 
 class VllmEngine:
@@ -86,8 +53,8 @@ class VllmEngine:
         os.environ.update(ENVIRONMENT)
         import vllm
 
-        fields = _fields_of(Path(folder))
-        self._options = _of_text(fields) | dict(options)
+        fields = fields_of(Path(folder))
+        self._options = text_options(fields) | dict(options)
         self._llm = vllm.LLM(model=folder, skip_tokenizer_init=True, **(OPTIONS | self._options))
         self._weights = self._llm.collective_rpc(WEIGHTS)[0]
         self._serial = 0
@@ -157,13 +124,13 @@ class VllmEngine:
         return {"planned": share * torch.cuda.get_device_properties(0).total_memory / 1e9}
 
 
-def _fields_of(folder: Path) -> dict[str, Any]:
+def fields_of(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json."""
     fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return fields
 
 
-def _of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
+def text_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The option for a text model inside a multimodal one, because no image is ever sent."""
     return {"language_model_only": True} if "text_config" in fields else {}
 
@@ -171,37 +138,3 @@ def _of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _check(request: OfflineRequest, got: int) -> None:
     if got != request.answer:
         raise MeasureError(f"a request for {request.answer} tokens got {got}")
-
-
-def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's server for a folder of `dummy_checkpoint`.
-
-    Args:
-        options: Additional options, named like arguments of `LLM`.
-    """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--served-model-name", folder.name]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    given = OPTIONS | _of_text(_fields_of(folder)) | dict(options)
-    for name, value in given.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):  # a switch
-            command.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return command
-
-
-def prepare_server(url: str) -> None:
-    """Sets ordinary weights in a server that has started.
-
-    Raises:
-        OSError: the server cannot be reached or rejects the request.
-    """
-    asked = urllib.request.Request(
-        f"{url}/collective_rpc",
-        json.dumps({"method": WEIGHTS}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(asked, timeout=120):
-        pass

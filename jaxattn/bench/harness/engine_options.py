@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxattn.bench.harness.result_tables import check_files
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS
-from jaxattn.bench.model.dummy_checkpoint import SMALL, write_folder
+from jaxattn.bench.model.config_folder import SMALL, write_folder
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 
 BASELINES = "jaxattn.bench.baselines"  # exists only in a checkout

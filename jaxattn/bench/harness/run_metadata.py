@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import timing
-from jaxattn.bench.harness.device_info import card, commit
+from jaxattn.bench.harness.device_info import card, device_facts, output_of
 from jaxattn.bench.harness.result_tables import store
 
 # The method of `timing`. Raise the version when the same code would give other times.
@@ -51,10 +51,18 @@ def begin(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "method": method,
-        **(timing.device_facts() if device else {"device": ""}),
+        **(device_facts() if device else {"device": ""}),
         "card before": card(),
         "card": {},
     }
+
+
+def commit() -> str:
+    """The commit of this package's checkout, with "+" if files differ; "" outside a checkout."""
+    folder = Path(__file__).parent
+    number = output_of(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
+    changed = output_of(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
+    return f"{number}+" if number and changed else number
 
 
 def end(result: dict[str, Any], path: Path | None) -> None:

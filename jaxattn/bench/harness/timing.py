@@ -10,7 +10,6 @@ Both are taken after a warm-up. Without a GPU, both come from the loop.
 
 import glob
 import math
-import platform
 import statistics
 import tempfile
 import time
@@ -35,17 +34,6 @@ PROFILED = 10  # calls in a profile whose kernels are counted
 # end.
 TOGETHER, TURN_SECONDS = 32, 1e-3
 LOOP_SECONDS = 0.05  # of the timed calls
-
-
-def device_facts() -> dict[str, str]:
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "runtime": device.client.platform_version.splitlines()[0],
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def rotation(nbytes: int, most: int = 128) -> int:

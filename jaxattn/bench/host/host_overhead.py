@@ -50,7 +50,7 @@ from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import Grammar, Request
-from jaxattn.memory.engine_limits import MOST_STEPS, Limits
+from jaxattn.limits import MOST_STEPS, Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.checkpoint.native_format import EMBEDDED, load
 from jaxattn.models.interface import Model

@@ -39,7 +39,7 @@ def maker(vocab_size: int) -> Callable[[int], Sequence[Grammar]]:
     """
     import llguidance
 
-    from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
+    from jaxattn.server.decoding.grammars.grammar_matcher import GrammarVocabulary
 
     vocabulary = GrammarVocabulary(WordTokenizer(vocab_size))
     text = llguidance.LLMatcher.grammar_from_regex(PATTERN)

@@ -1,7 +1,8 @@
 """Decode of a gated delta net layer between its projections, checked and timed.
 
 Times are those of `timing`. Every call takes the same projections and updates the states of the
-next layer; there are more states than fit in L2. timed_decode.py explains the decay of the states.
+next layer; there are more states than fit in L2. layer_decode_check.py explains the decay of the
+states.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import timed_decode
+from jaxattn.bench.linear_attention import layer_decode_check
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode, pack_gdn_weights
 
@@ -70,11 +71,13 @@ def inputs(
 
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
-    return timed_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
+    return layer_decode_check.decode(
+        gated_delta_net_decode, partial(inputs, *shape), implementation
+    )
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
+    return layer_decode_check.check(op, partial(inputs, *shape), numpy_reference.delta_net)
 
 
 def measure(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import gdn_layer_decode, timed_decode
+from jaxattn.bench.linear_attention import gdn_layer_decode, layer_decode_check
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.kda.layer_decode import kimi_delta_attention_decode, pack_kda_weights
 
@@ -65,11 +65,13 @@ def inputs(
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
     layer = kimi_delta_attention_decode
-    return timed_decode.decode(layer, partial(inputs, *shape), implementation)
+    return layer_decode_check.decode(layer, partial(inputs, *shape), implementation)
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.kimi_delta_attention)
+    return layer_decode_check.check(
+        op, partial(inputs, *shape), numpy_reference.kimi_delta_attention
+    )
 
 
 def measure(

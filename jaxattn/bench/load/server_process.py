@@ -28,9 +28,9 @@ def command(
     if engine == OURS:
         ours = [sys.executable, "-m", "jaxattn.bench.load.random_server", str(folder)]
         return [*ours, "--port", str(port)], {}
-    from jaxattn.bench.baselines import vllm_engine
+    from jaxattn.bench.baselines import vllm_engine, vllm_server
 
-    return vllm_engine.server_command(folder, port, peer_options), vllm_engine.ENVIRONMENT
+    return vllm_server.server_command(folder, port, peer_options), vllm_engine.ENVIRONMENT
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def started(
     """Starts a server with random weights, which ends with the context.
 
     Args:
-        folder: A folder of `dummy_checkpoint`, whose name is the model's name.
+        folder: A folder of `config_folder`, whose name is the model's name.
         peer_options: Additional options of vLLM.
         environment: Additional environment variables.
         limit: Maximum number of seconds until the server is ready.
@@ -84,10 +84,10 @@ def started(
 
 def _prepare(engine: str, url: str) -> None:
     """Scales the random weights of a baseline's server to ordinary size."""
-    from jaxattn.bench.baselines import vllm_engine
+    from jaxattn.bench.baselines import vllm_server
 
     try:
-        vllm_engine.prepare_server(url)
+        vllm_server.prepare_server(url)
     except OSError as error:
         raise ServerStartError(f"{engine}'s server did not change its weights: {error}") from error
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.engine_limits import LINE_TOKENS
+from jaxattn.limits import LINE_TOKENS
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 

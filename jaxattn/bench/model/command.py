@@ -34,7 +34,7 @@ from jaxattn.bench.model.op_categories import OpCategory
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.model.steps import ModelSteps, OutOfMemoryError, attempt, check_room, peak_bytes
 from jaxattn.bench.plots import result_plot
-from jaxattn.cli.options.parser import add_dense
+from jaxattn.cli.options.model_options import add_dense
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.network.decoder_model import DecoderModel
 

@@ -14,8 +14,8 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.catalog.param_roles import param_role
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding.partition_rules import param_role
 from jaxattn.models.weight_map.tensor_mapping import Key
 
 # Bytes per second that read-only kernels reach, by a part of the GPU's name.

@@ -36,9 +36,9 @@ from jax.sharding import PartitionSpec
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.command_parser import command_parser
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import gpu_launches, seconds
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
 from jaxattn.engine.execution.model_runner import in_turn
 from jaxattn.models.caches.layer_cache import CacheSize

@@ -40,10 +40,10 @@ from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.bench.attention.mla import DIM, PAGE, RANK, SCALE
 from jaxattn.bench.harness import numpy_reference, run_metadata
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import launches, seconds_more
 from jaxattn.bench.model.roofline import rate
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import BoundedLengths

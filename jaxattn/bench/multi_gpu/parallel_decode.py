@@ -46,11 +46,11 @@ import jax
 
 from jaxattn.bench.harness import run_metadata
 from jaxattn.bench.harness.command_parser import add_implementation, command_parser
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.bench.multi_gpu.sharded_model import Options, ShardedModel
-from jaxattn.cli.options.parser import LAYOUT
+from jaxattn.cli.options.parallel_options import LAYOUT
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
 

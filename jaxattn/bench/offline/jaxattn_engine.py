@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxattn import Engine, Request, __version__
-from jaxattn.bench.harness.timing import device_facts
+from jaxattn.bench.harness.device_info import device_facts
 from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.offline.measures import MeasureError

@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, deinterleave_columns
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 from jaxattn.kernels.hopper.fp8_conversion import ROWS as HALF

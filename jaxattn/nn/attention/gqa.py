@@ -15,8 +15,8 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.nn.attention.gqa_projections import GroupedQueryProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
@@ -84,7 +84,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
@@ -182,7 +182,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         lines: PromptLines,
         block_tables: Int[Array, "B M"],
         rows: Mapping[str, Any] | None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
         **of_prompts: Any,
@@ -227,7 +227,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,

@@ -19,8 +19,8 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex, checkable_layer
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, checkable_layer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_array,
@@ -306,7 +306,7 @@ class DeltaLayer(nnx.Module):
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,

@@ -8,7 +8,7 @@ import functools
 import io
 import itertools
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 type Scan[T] = Generator[None, None, T]
 
@@ -175,6 +175,50 @@ class TextCursor:
                 return self._since(begin), self.take(len(match[0]))
             self.take(len(self.text) - known.begun(self.text))
             yield from self._sought_in(known.firsts)
+
+    def name(self, end: str) -> Scan[str]:
+        """Consumes a name and the end mark after it in the same line, and returns the name.
+
+        Raises:
+            Unreadable: If no name ends there, or it is longer than `MOST_NAME`.
+        """
+        text, mark = yield from self.until(end, "\n")
+        name = text.strip()
+        if mark != end or not 0 < len(name) <= MOST_NAME:
+            raise Unreadable
+        return name
+
+    def value(
+        self,
+        end: str,
+        *,
+        following: Sequence[str],
+        missing: Sequence[str],
+        closing: tuple[str, ...] = (),
+    ) -> Scan[tuple[str, str]]:
+        """Consumes a value between tags and its end tag; returns the value and the tag after it.
+
+        Args:
+            end: The end tag of the value.
+            following: The tags that can follow the end tag. Without one of them the value goes on.
+            missing: The marks that must not stand before the end tag.
+            closing: (the end tag of a call, the mark that must not follow it before `end`).
+
+        Raises:
+            Unreadable: If the end tag is missing.
+        """
+        parts: list[str] = []
+        while True:
+            text, mark = yield from self.until(end, *closing[:1], *missing)
+            if mark in missing:
+                raise Unreadable
+            space = yield from self.space()
+            if mark in closing:
+                if (yield from self.one_of(closing[1])) is not None:
+                    raise Unreadable
+            elif (after := (yield from self.one_of(*following))) is not None:
+                return "".join([*parts, text]), after
+            parts += text, mark, space
 
     def json(self, opens: str = "{") -> Scan[str]:
         """Consumes a JSON value that begins with a bracket of `opens`, and returns its text without

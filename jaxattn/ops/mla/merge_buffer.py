@@ -1,8 +1,4 @@
-"""The merge of MLA decode's outputs over GPUs that hold all queries and some of the pages."""
-
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
+"""The mailbox's shape and the padded heads for the merge of MLA decode's outputs over GPUs."""
 
 from jaxattn.kernels.attention.split_kv_schedule import (
     TILE,
@@ -15,7 +11,6 @@ from jaxattn.kernels.attention.split_kv_schedule import (
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.decode.combine import SHARED_ROWS
 from jaxattn.kernels.mla.decode.distributed_combine import mailbox_shape
-from jaxattn.ops.mla.state_merge import merge_attention_states
 
 
 def merge_buffer_shape(
@@ -45,17 +40,3 @@ def padded_heads(num_heads: int) -> int:
 def max_mailbox_shape() -> tuple[int, int]:
     """Returns `merge_buffer_shape` for the largest number of rows."""
     return mailbox_shape(1, SHARED_ROWS)
-
-
-def merge_by_all_to_all(
-    out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
-) -> Float[Array, "B 1 h R"]:
-    """Returns the merged output of this GPU's heads, exchanged in at least float32."""
-    wide = jnp.promote_types(out.dtype, jnp.float32)
-    joined = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
-    gpus, (rows, _, heads, width) = lax.axis_size(axes), joined.shape
-    joined = joined.reshape(rows, 1, gpus, heads // gpus, width)
-    met = lax.all_to_all(joined, axes, split_axis=2, concat_axis=0)
-    met = met.reshape(gpus, rows, 1, heads // gpus, width)
-    merged, _ = merge_attention_states(met[..., :-1], met[..., -1])
-    return merged.astype(out.dtype)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.memory.device_memory import device_memory
-from jaxattn.memory.process_memory import process_bytes
+from jaxattn.memory.nvml_memory import process_bytes
 from jaxattn.parallel.device_group import DeviceGroup
 from jaxattn.parallel.layout import Dimension
 from jaxattn.parallel.nccl_comm_split_flag import OFF, VARIABLE, comm_split_enabled

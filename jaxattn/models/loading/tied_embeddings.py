@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
-from jaxattn.models.registry import PublishedModel
+from jaxattn.models.families.components.published_model import PublishedModel
 
 COMPARED_BYTES = 2**22  # per step
 

@@ -1,10 +1,10 @@
-"""Partition rules of a decoder's parameters, by their place in the tree.
+"""Roles of a decoder's parameters in a plan, by their place in the tree.
 
     ("segments", 1, "layers", 0, "mixer", "q_b_proj", "weight")    MLA, by heads
     ("segments", 1, "layers", 0, "mlp", "down_proj")               experts, whole ones
     ("embedding",)                                                 embedding, by vocabulary
 
-This is the only such table: plans take their lines from it, and meshes their shardings.
+This is the only such table: plans take from it their lines and the shares of the GPUs.
 """
 
 import dataclasses
@@ -141,7 +141,7 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
                 return found if form is None else dataclasses.replace(found, form=form)
     raise ValueError(
         f"nothing says how GPUs divide the parameter {'.'.join(map(str, key))!r}; add it to "
-        "jaxattn/models/sharding/partition_rules.py"
+        "jaxattn/models/catalog/param_roles.py"
     )
 
 

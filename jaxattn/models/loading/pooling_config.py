@@ -19,7 +19,7 @@ FLAG = "pooling_mode_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingDefaults:
+class PoolingConfig:
     """The embedding settings for requests that do not specify them.
 
     Attributes:
@@ -33,7 +33,7 @@ class EmbeddingDefaults:
     missing: str = ""
 
 
-def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
+def read_pooling_config(folder: Path) -> PoolingConfig:
     """Reads the settings from the files of a folder, each of which may be missing.
 
     Raises:
@@ -52,7 +52,7 @@ def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
     others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if others:
         missing = f"{MODULES} has the module {others[0]:.60}"
-    return EmbeddingDefaults(
+    return PoolingConfig(
         pooling=pooling, normalize=not kinds or "Normalize" in kinds, missing=missing
     )
 
@@ -64,7 +64,7 @@ def _pooling(fields: FileFields, path: str) -> tuple[str, str]:
     if (mode := fields.text("pooling_mode")) is not None:
         named = [mode]
     if not named:
-        return EmbeddingDefaults.pooling, ""
+        return PoolingConfig.pooling, ""
     if len(named) > 1 or named[0] not in POOLINGS:
-        return EmbeddingDefaults.pooling, f"{path} asks for {' and '.join(named):.60}"
+        return PoolingConfig.pooling, f"{path} asks for {' and '.join(named):.60}"
     return POOLINGS[named[0]], ""

@@ -1,4 +1,4 @@
-"""The report of `python -m jaxattn.serve`: the plan before the text, and a summary after it."""
+"""The summary of `python -m jaxattn.serve` after the text, in lines or as JSON."""
 
 import dataclasses
 import importlib.metadata
@@ -17,20 +17,6 @@ from jaxattn.memory.plan import MemoryPlan
 from jaxattn.text import Tokenizer
 
 MIB = 2**20
-
-
-def plan_lines(plan: MemoryPlan) -> Iterable[str]:
-    """Yields a summary of the memory plan: the total, its parts, the free memory and choices."""
-    yield f"memory plan for {plan.title}: {plan.total:,} bytes in total"
-    parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in plan.items if item.nbytes]
-    yield f"  in MiB: {', '.join(parts)}"
-    left = ""
-    if plan.budget is not None and plan.reserve is not None:
-        left = f"{plan.reserve / MIB:,.2f} MiB of {plan.budget.device} stay free; "
-    yield f"  {left}--plan prints every line with its reason"
-    if plan.choices:
-        chosen = ", ".join(choice.partition(":")[0] for choice in plan.choices)
-        yield f"  chosen: {chosen}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,15 @@
 import dataclasses
 from typing import Any
 
+from jaxattn.limits import Limits, UnsetInt, larger_shares
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits, UnsetInt, larger_shares
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.plan.device_plan import single
 from jaxattn.plan.estimated_plan import plan_group
-from jaxattn.plan.layout_search import MOST_GPUS, fewest_gpus, group_limits
+from jaxattn.plan.group_device_plan import group_limits
+from jaxattn.plan.layout_search import MOST_GPUS, fewest_gpus
 from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
 
 

@@ -1,4 +1,4 @@
-"""A layer of a repeated pattern, in a form from which a kernel computes its index."""
+"""The index of a layer of a repeated pattern, in a form from which a kernel computes it."""
 
 import dataclasses
 from typing import Any
@@ -7,8 +7,8 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedLayer:
-    """A layer of a repeated pattern with the index `repeat * per_repeat + place`.
+class LayerIndex:
+    """The index of a layer of a repeated pattern, `repeat * per_repeat + place`.
 
     The kernel computes the index, because in a loop over repeats XLA would launch a separate kernel
     for each.
@@ -27,13 +27,13 @@ class StackedLayer:
 
 def split_layer_index(layer: Any) -> tuple[Any, tuple[int, int], Any]:
     """Returns (n, (a, b), index) with `index = a * n + b`; a kernel takes n, a and b."""
-    if isinstance(layer, StackedLayer):
+    if isinstance(layer, LayerIndex):
         return layer.repeat, (layer.per_repeat, layer.place), layer.index
     return layer, (1, 0), layer
 
 
 def checkable_layer(layer: Any) -> Any:
-    """Returns the number that `check_layer` checks: the repeat of a traced `StackedLayer`."""
-    if not isinstance(layer, StackedLayer):
+    """Returns the number that `check_layer` checks: the repeat of a traced `LayerIndex`."""
+    if not isinstance(layer, LayerIndex):
         return layer
     return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index

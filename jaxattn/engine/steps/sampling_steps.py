@@ -15,7 +15,7 @@ from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import row_shapes
 from jaxattn.engine.steps.step_interface import EngineStep, int32, on_device
 from jaxattn.engine.steps.token_selection import advance
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 
