@@ -25,7 +25,7 @@ from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
 from jaxattn.engine.startup.memory_profiling import check_room, measured_plan, profile_memory
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.engine.startup.warmup import Allocate, allocate_state, allocator
+from jaxattn.engine.startup.state_allocation import Allocate, allocate_state, allocator
 from jaxattn.engine.startup.weight_buffers import WeightBuffers
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import recurrent

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import E4M3
 from jaxattn.kernels.attention.packed_row_layouts import SCORES
-from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
+from jaxattn.kernels.gqa.decode.fp8_register_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.hopper.mlir import arith, ir, vector
 from jaxattn.kernels.hopper.ptx import asm, element, f32, fragmented, i32, joined, number
 

@@ -40,7 +40,7 @@ from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeRefs,
     GqaDecodeTile,
 )
-from jaxattn.kernels.gqa.decode.fp8_operands import EXPONENT_AT, FLOAT_BIAS
+from jaxattn.kernels.gqa.decode.fp8_register_operands import EXPONENT_AT, FLOAT_BIAS
 from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
 from jaxattn.kernels.gqa.decode.smem import over_out
 from jaxattn.kernels.hopper.instructions import issue_loads, warpgroup_barrier
