@@ -108,7 +108,7 @@ class Mixer(abc.ABC):
 
     def in_format(self, name: str) -> "Mixer":
         """The same layer with a cache in one of `cache_formats`."""
-        raise NotImplementedError(f"{type(self).__name__} has a cache of its own")
+        raise NotImplementedError(f"{type(self).__name__} supports only its own cache format")
 
     def set_apart(self) -> "Mixer":
         """The same layer with a cache in its own format beside others'.
@@ -117,7 +117,7 @@ class Mixer(abc.ABC):
             ValueError: all layers of this kind share one format.
         """
         raise ValueError(
-            f"all layers of {type(self).__name__} share one format of cache; leave native_layers 0"
+            f"all layers of {type(self).__name__} share one cache format; use native_layers=0"
         )
 
     @property
@@ -152,7 +152,7 @@ class Mixer(abc.ABC):
     ) -> tuple[Array, Arrays]:
         """The output of a line of each row's prompt and the cache's arrays; `x` is normed. A mixer
         has this or `mixed`."""
-        raise NotImplementedError(f"{type(self).__name__} has neither prefill nor mixed")
+        raise NotImplementedError(f"{type(self).__name__} implements neither prefill nor mixed")
 
     def mixed(
         self,
@@ -251,7 +251,7 @@ class Mixer(abc.ABC):
         return None
 
     def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has nothing beside its linears")
+        raise NotImplementedError(f"{type(self).__name__} has no weights besides its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
         """Those matrices [repeats, in, out] that get columns of zeros, by their modules' names."""
