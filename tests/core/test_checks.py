@@ -132,7 +132,7 @@ def test_the_arguments_that_the_others_change(name):
             "gates",
             {"a": zeros((2, 5, 1)), "b": zeros((2, 5, 2))},
             ValueError,
-            r"a and b must have one shape .*, got \(2, 5, 1\) and \(2, 5, 2\)",
+            r"a and b must have the same shape .*, got \(2, 5, 1\) and \(2, 5, 2\)",
         ),
         ("gates", {"dt_bias": ones(3)}, ValueError, r"dt_bias must be \[Hv=1\], .*got \(3,\)"),
     ],
@@ -173,7 +173,7 @@ def test_any_integer_is_a_layer(number):
     [
         (
             {"dt_bias": ones(2)},
-            r"A_log and dt_bias must have one shape.* got \(1,\) and \(2,\)",
+            r"A_log and dt_bias must have the same shape.* got \(1,\) and \(2,\)",
         ),
         ({"norm": ones((3, 4))}, r"norm must be \['Dv'\], got \(3, 4\)"),
         ({"conv": ones((4, 12))}, r"conv must be \['Dc', 'W'\] .* Hv Dv=4, got \(4, 12\)"),

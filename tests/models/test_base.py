@@ -94,7 +94,7 @@ def test_a_checkpoint_is_a_slot_behind_the_live_ones():
             "caches 'latents' and 'others' both have an array 'kv_cache'",
         ),
         ((dataclasses.replace(STATES, layers=0),), "cache 'delta' has 0 layers"),
-        ((Taken(name="odd", layers=1),), "'odd' has an array 'arena', and 'arena' is another line"),
+        ((Taken(name="odd", layers=1),), "'odd' has an array 'arena', but 'arena' is another item"),
     ],
 )
 def test_caches_that_contradict_each_other_are_refused_by_name(caches, message):

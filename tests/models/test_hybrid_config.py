@@ -83,7 +83,7 @@ def test_a_field_cannot_be_without_a_rule():
         size: Annotated[int, Integer(1, 4)]
         scale: float = 1.0
 
-    with pytest.raises(TypeError, match="Loose.scale: its type has no rule"):
+    with pytest.raises(TypeError, match="Loose.scale: the type has no validation rule"):
         check_fields(Loose(1))
     for kind in PLACES:
         assert rules(kind).keys() == {field.name for field in dataclasses.fields(kind)}

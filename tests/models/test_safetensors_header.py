@@ -48,9 +48,9 @@ def test_a_header_is_read_as_it_was_written():
 
 TWICE = b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2)
 DAMAGED = {
-    "no bytes": (b"", "is cut off or no safetensors file: 0 bytes"),
-    "half a length": (b"\1\0", "is cut off or no safetensors file: 2 bytes"),
-    "huge length": (struct.pack("<Q", 2**64 - 1) + b"{}", "is cut off or no safetensors file"),
+    "no bytes": (b"", "is cut off or not a safetensors file: it ends after 0 bytes"),
+    "half a length": (b"\1\0", "is cut off or not a safetensors file: it ends after 2 bytes"),
+    "huge length": (struct.pack("<Q", 2**64 - 1) + b"{}", "is cut off or not a safetensors file"),
     "no json": (packed(b"{"), "has a damaged header: Expecting"),
     "no utf-8": (packed(b'{"\xff": 1}'), "has a damaged header: 'utf-8' codec"),
     "utf-16": (packed('{"a": 1}'.encode("utf-16")), "has a damaged header: 'utf-8' codec"),
@@ -58,7 +58,10 @@ DAMAGED = {
     "nested lists": (packed(b"[" * 100_000), "damaged header: it is nested too deeply"),
     "nested objects": (packed(b'{"a":' * 100_000), "damaged header: it is nested too deeply"),
     "many digits": (packed(b'{"a": %s}' % (b"9" * 5000)), "damaged header: Exceeds the limit"),
-    "metadata list": (packed({"__metadata__": []}), r"__metadata__ must be an object of texts.*\["),
+    "metadata list": (
+        packed({"__metadata__": []}),
+        r"__metadata__ must be an object of strings.*\[",
+    ),
     "metadata null": (packed({"__metadata__": None}), "__metadata__ must be .*; got None"),
     "metadata number": (packed({"__metadata__": {"k": 1}}), "__metadata__ must be .* {'k': 1}"),
     "twice": (packed(TWICE), "damaged header: 'a' stands in it twice"),
@@ -66,7 +69,7 @@ DAMAGED = {
     "no object": (packed({"a": [1]}), r"tensor 'a' must be an object with dtype, shape and .* \[1"),
     "no dtype": (packed({"a": {"shape": [8]}}), "tensor 'a' must be an object with dtype"),
     "more keys": (packed({"a": entry(order="C")}), "tensor 'a' must be an object with dtype"),
-    "dtype": (packed({"a": entry(dtype=7)}), "tensor 'a': dtype must be a text; got 7"),
+    "dtype": (packed({"a": entry(dtype=7)}), "tensor 'a': dtype must be a string; got 7"),
     "shape": (packed({"a": entry(shape="many")}), "'a': shape must be a list; got 'many'"),
     "bool": (packed({"a": entry(shape=[8, True])}), r"'a': shape\[1\] must be an integer .* True"),
     "float": (packed({"a": entry(shape=[8.0])}), r"shape\[0\] must be an integer .* 8.0"),

@@ -121,7 +121,7 @@ def test_presets_of_3_bits_warn_and_others_do_not(recwarn):
 
 def test_gpus_that_share_a_rows_pages_are_refused():
     coded = model().with_cache_format("k8v4")
-    with pytest.raises(ShardingError, match="those of k8v4 lie on one GPU; use context=1"):
+    with pytest.raises(ShardingError, match="which k8v4 does not support; use context=1"):
         divided(coded, Parallel(tensor=2, context=2))
     own = divided(coded, Parallel(tensor=2))
     (cache,) = own.caches

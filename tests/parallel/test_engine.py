@@ -160,7 +160,7 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
 def test_parameters_on_another_device_are_named_before_anything_is_compiled():
     one, other = jax.devices()[:2]
     elsewhere = jax.device_put(params(), other)
-    with pytest.raises(ValueError, match=r"parameter 'embedding.* lies on .*1, and the engine"):
+    with pytest.raises(ValueError, match=r"parameter 'embedding.* is on .*1, but the engine"):
         Engine(
             Hybrid(CONFIG),
             elsewhere,

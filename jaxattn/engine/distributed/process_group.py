@@ -225,7 +225,7 @@ class ProcessGroup:
         if done is not None and (done.is_deleted() or done.is_ready()):
             return None
         behind = [
-            f"{link.name} is {self._begun - link.taken} steps behind"
+            f"{link.name} is {self._begun - link.taken} step(s) behind"
             for link in self.links
             if link.taken < self._begun
         ]

@@ -192,7 +192,7 @@ class TransportLink:
                     f"the connection to {self.name} failed: {error.strerror or error}"
                 ) from error
             if not part:
-                raise HostError(f"{self.name} closed its connection")
+                raise HostError(f"the connection to {self.name} failed: the other side closed it")
             found += part
         return bytes(found)
 

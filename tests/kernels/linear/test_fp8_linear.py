@@ -170,7 +170,7 @@ def test_bad_arguments_are_named():
         op(x, weights, scales[:1])
     with pytest.raises(ValueError, match="x"):
         op(x[:, :128], weights, scales)
-    with pytest.raises(ValueError, match="gate and up of one shape"):
+    with pytest.raises(ValueError, match="gate and up with the same shape"):
         gated_fp8_layer(x, tuple(weights), tuple(scales), layer=0)
 
 

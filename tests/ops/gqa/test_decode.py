@@ -304,7 +304,7 @@ def test_an_arena_comes_back():
         (
             dict(soft_cap=1e-40),
             ValueError,
-            "got 1e-40; None is no cap, and float32 .* from 1.2e-38",
+            "got 1e-40; use None for no cap, .* 1.2e-38",
         ),
         (dict(soft_cap=1e39), ValueError, r"soft_cap must be finite, got 1e\+39"),
         (dict(sinks=normal(3)), ValueError, r"sinks \[H\] has shape \(3,\)"),

@@ -91,7 +91,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (
             dict(block_tables=[[0], []]),
             TypeError,
-            r"in rows of one length, got list \[\[0\], \[\]\]",
+            r"in rows of equal length, got list \[\[0\], \[\]\]",
         ),
         (dict(block_tables=[]), ValueError, r"block_tables \[B, M\] needs 2 axes.*\(0,\)"),
         (dict(seq_lens=["1", "2"]), TypeError, r"seq_lens \[B\] must be integers"),
@@ -103,7 +103,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         ),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
         (dict(kv_lora_rank=True), ValueError, "kv_lora_rank must be an integer .*got True"),
-        (dict(schedule=[0]), TypeError, "schedule must be what decode_schedule returns, got list"),
+        (dict(schedule=[0]), TypeError, "schedule must be a result of decode_schedule, got list"),
         (dict(arena={}), TypeError, r"arena must be an Arena, .* got dict"),
     ],
 )
@@ -128,7 +128,11 @@ SIZES = dict(q_len=1, num_heads=3, max_pages=4)
         (dict(seq_lens=np.zeros((2, 1), np.int32)), ValueError, r"seq_lens \[B\].*\(2, 1\)"),
         (dict(seq_lens=np.zeros(0, np.int32)), ValueError, r"seq_lens \[B\].*none.*\(0,\)"),
         (dict(seq_lens=[3.0, 4]), TypeError, r"seq_lens must be integers, got float64 \(2,\)"),
-        (dict(seq_lens=[3, -4]), ValueError, r"seq_lens \(2,\) holds -4, but no length is below 0"),
+        (
+            dict(seq_lens=[3, -4]),
+            ValueError,
+            r"seq_lens \(2,\) holds -4, but lengths must be at least 0",
+        ),
         (
             dict(seq_lens=np.array([65, 0], np.int32), page_size=16),
             ValueError,
