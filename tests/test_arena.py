@@ -230,7 +230,9 @@ def test_a_missing_lane_is_refused():
 
 def test_a_missing_or_other_persistent_buffer_is_refused():
     spec = ArenaSpec.of("op", persistent={"n": ((4,), jnp.int32)})
-    with pytest.raises(ArenaError, match=r"op: persistent 'n' int32\[4\] \(16 bytes\).* has none"):
+    with pytest.raises(
+        ArenaError, match=r"op: the spec needs persistent 'n' int32\[4\] \(16 bytes\).* has none"
+    ):
         Arena.allocate(ArenaSpec()).read(spec, "n")
     other = Arena.allocate(ArenaSpec.of("op", persistent={"n": ((4,), jnp.float32)}))
     with pytest.raises(ArenaError, match=r"has float32\[4\] \(16 bytes\)"):
@@ -244,13 +246,15 @@ def test_misuse_is_refused_by_name():
         arena.read(spec, "y")
     with pytest.raises(ArenaError, match="combined spec has none"):
         arena.read(spec | spec, "x")
-    with pytest.raises(ArenaError, match=r"'x' is float32\[4,256\], the value is float32\[256\]"):
+    with pytest.raises(
+        ArenaError, match=r"'x' is float32\[4,256\], but the value is float32\[256\]"
+    ):
         arena.write(spec, "x", jnp.zeros(256))
     with pytest.raises(
         ArenaError, match=r"the value is bfloat16\[4,256\]; values are neither cast"
     ):
         arena.write(spec, "x", jnp.zeros((4, 256), jnp.bfloat16))
-    with pytest.raises(ArenaError, match="width=576 does not divide the float32 lane"):
+    with pytest.raises(ArenaError, match="width=576 must divide the 1,024 elements of the float32"):
         arena.lane(spec, "x", 576)
     with pytest.raises(ArenaError, match="'n' is persistent and not in a lane"):
         arena.lane(spec, "n", 4)

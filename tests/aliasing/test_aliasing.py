@@ -192,7 +192,7 @@ def moved_within_itself(state, x, i):
 def test_a_copy_of_the_arena_in_every_layer_is_named(layer):
     with pytest.raises(AliasingError) as caught:
         check(layer)
-    assert ARENA in str(caught.value) and "copied each time round while" in str(caught.value)
+    assert ARENA in str(caught.value) and "copied in each iteration of while" in str(caught.value)
     assert "cache" not in str(caught.value)
 
 
@@ -272,7 +272,9 @@ def test_a_cache_scanned_over_within_each_layer_is_named():
         x, cache = lax.scan(inner, x, state.cache)
         return State(state.arena, cache), x
 
-    with pytest.raises(AliasingError, match=r"state\.cache: 6,291,456 .* each time round while"):
+    with pytest.raises(
+        AliasingError, match=r"state\.cache: 6,291,456 .* in each iteration of while"
+    ):
         check(layer)
 
 
@@ -281,7 +283,7 @@ def test_a_copy_in_one_branch_is_named():
         cache = lax.cond(i == 3, lambda cache: cache[::-1], lambda cache: cache, state.cache)
         return State(state.arena, cache), x + cache[0, 0, 0, :32]
 
-    with pytest.raises(AliasingError, match=r"state\.cache: .* copied each time round while"):
+    with pytest.raises(AliasingError, match=r"state\.cache: .* copied in each iteration of while"):
         check(layer)
 
 
@@ -309,7 +311,7 @@ def test_a_second_buffer_for_a_loop_that_reads_is_found_by_its_growth():
     deep, shallow = (
         compiled(read_by_a_loop_before_it_changes, abstract_state(layers), X) for layers in (12, 2)
     )
-    with pytest.raises(AliasingError, match="temp: grow by .* bytes with depth"):
+    with pytest.raises(AliasingError, match="temp: growth of .* bytes with depth"):
         check_aliasing(deep, shallower=shallow)
 
 
@@ -482,7 +484,9 @@ COPY_OF_WHAT_WAS_COMPUTED = (
 def test_a_copy_in_gpu_text_is_named(before, after):
     with pytest.raises(AliasingError) as caught:
         check_gpu_text(before, after)
-    message = "state['cache']: 1,048,576 of its 1,048,576 bytes are copied each time round while.1"
+    message = (
+        "state['cache']: 1,048,576 of its 1,048,576 bytes are copied in each iteration of while.1"
+    )
     assert str(caught.value).startswith(message)
     assert "arena" not in str(caught.value)
 
@@ -521,7 +525,7 @@ def test_temporary_memory_that_grows_with_depth_is_found():
 
     deep, shallow = at_depth(step, 6), at_depth(step, 2)
     check_aliasing(deep)
-    with pytest.raises(AliasingError, match="temp: grow by .* from 2 to 6 layers"):
+    with pytest.raises(AliasingError, match="temp: growth of .* from 2 to 6 layers"):
         check_aliasing(deep, shallower=shallow, layers=(6, 2))
     check_aliasing(deep, shallower=shallow, layers=(6, 2), layer_bytes=4 * 2**20)
 
@@ -535,7 +539,9 @@ def test_outputs_that_grow_with_depth_are_found():
         return lax.scan(layer, (state, x), jnp.arange(state.cache.shape[0]))
 
     deep, shallow = at_depth(step, 12), at_depth(step, 2)
-    with pytest.raises(AliasingError, match="outputs that are not aliased: grow by 327,680 bytes"):
+    with pytest.raises(
+        AliasingError, match="outputs that are not aliased: growth of 327,680 bytes"
+    ):
         check_aliasing(deep, shallower=shallow)
     check_aliasing(deep, shallower=shallow, layers=(12, 2), layer_bytes=32 * 1024)
 

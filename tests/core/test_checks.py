@@ -110,14 +110,14 @@ def test_the_arguments_that_the_others_change(name):
             "scale must be a Python number",
         ),
         ("layer", {"eps": None}, TypeError, "eps must be a Python number, got NoneType"),
-        ("decode layer", {"arena": 4}, TypeError, "arena must be an Arena, .* got int"),
+        ("decode layer", {"arena": 4}, TypeError, "arena must be an Arena from .* got int"),
         *(
             ("prefill decode layer update", {"layer": layer}, error, message)
             for layer, error, message in [
-                (2, ValueError, r"layer=2 is not in (conv_)?state \(2, 3.* which has 2"),
-                (np.int64(5), ValueError, "layer=5 is not in"),
-                (np.array(-1), ValueError, "layer=-1 is not in"),
-                (jnp.int32(-1), ValueError, "layer=-1 is not in"),
+                (2, ValueError, r"layer=2 is out of range: (conv_)?state \(2, 3.* has 2"),
+                (np.int64(5), ValueError, "layer=5 is out of range"),
+                (np.array(-1), ValueError, "layer=-1 is out of range"),
+                (jnp.int32(-1), ValueError, "layer=-1 is out of range"),
                 (True, TypeError, "layer must be an integer, got bool"),
                 (1.0, TypeError, "layer must be an integer, got float"),
                 (jnp.float32(1), TypeError, "layer must be an integer scalar, got float32"),

@@ -603,7 +603,7 @@ def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
         ({"writes": jnp.asarray([2, 3])}, "row 0 writes slot 2, which row 1 reads"),
         ({"writes": jnp.asarray([[3, 4]])}, r"write_indices must be integers of shape \[2\] or"),
         ({"layer": None}, "give layer if and only if"),
-        ({"layer": 2}, "layer=2 is not in state"),
+        ({"layer": 2}, "layer=2 is out of range: state"),
     ],
 )
 def test_errors_name_the_argument(change, message):
