@@ -160,7 +160,7 @@ class RopeConfig:
         kinds = [name for name, is_so in given.items() if is_so]
         if kinds and self.theta is None:
             raise ValueError(
-                f"RopeConfig.theta must be a number, because {kinds[0]} scales it; got None"
+                f"RopeConfig.theta must be a number, as {kinds[0]} scales its frequencies; got None"
             )
         if len(kinds) > 1:
             raise ValueError(

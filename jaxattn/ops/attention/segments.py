@@ -107,7 +107,7 @@ def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
         row, t = falls[0].tolist()
         raise ValueError(
             f"{op}: segment_ids must not decrease along a row, except to padding of id 0 or below "
-            f"at its end, but row {row} has {ids[row, t]} at token {t} and {ids[row, t + 1]} "
+            f"at its end; row {row} has {ids[row, t]} at token {t} and {ids[row, t + 1]} "
             "after it; sort the row's tokens by segment"
         )
 

@@ -104,7 +104,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
         (dict(kv_lora_rank=True), ValueError, "kv_lora_rank must be an integer .*got True"),
         (dict(schedule=[0]), TypeError, "schedule must be a result of decode_schedule, got list"),
-        (dict(arena={}), TypeError, r"arena must be an Arena, .* got dict"),
+        (dict(arena={}), TypeError, r"arena must be an Arena from .* got dict"),
     ],
 )
 def test_decode_names_the_argument_that_does_not_fit(changed, error, words):
