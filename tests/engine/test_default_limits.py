@@ -148,7 +148,7 @@ def test_the_context_is_lowered_first_then_the_batch_then_the_chunk():
     assert 4096 < limits.max_model_len < LITE.max_position_embeddings
     assert limits.batch == 256 and limits.prefill_chunk == 8192
     [reason] = [each for each in context.reasons if each.startswith("max_model_len")]
-    assert f"{limits.max_model_len:,}" in reason and "the model has 163,840" in reason
+    assert f"{limits.max_model_len:,}" in reason and "the model supports 163,840" in reason
 
     # Steps whose temp leaves less than the shortest context: rows go, and then tokens of a step.
     tight = chosen(memory=beside_weights(3), bounds=of_tokens(2**19))

@@ -310,7 +310,7 @@ def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled():
 
 
 def test_a_model_length_beyond_the_models_is_refused():
-    with pytest.raises(ValueError, match="max_model_len=257 is longer than .*=256"):
+    with pytest.raises(ValueError, match="max_model_len=257 exceeds .*=256"):
         Engine(Hybrid(SMALLEST), params_of(SMALLEST), Limits(max_model_len=257))
 
 

@@ -132,7 +132,7 @@ def test_an_array_for_a_trainer_has_what_was_told_and_names_what_does_not_fit():
         token_logprobs(logits, tokens, scored=np.zeros((1, 2), np.float32))
     with pytest.raises(TypeError, match="scored must be float32; got float64"):
         token_logprobs(logits, tokens, scored=np.zeros((1, 3)))
-    with pytest.raises(ValueError, match=r"tokens \(3,\) must be \[B, T\]"):
+    with pytest.raises(ValueError, match=r"tokens \(3,\) must have the shape \[B, T\]"):
         token_logprobs(logits, tokens[0])
 
 

@@ -175,7 +175,7 @@ def test_a_folder_without_weights(folder):
         (b"{", "config.json: Expecting"),
         (b"\xff{}", "config.json: 'utf-8' codec"),
         (b"[" * 100_000, "config.json: it is nested too deeply"),
-        (b'{"model_type": "youtu", "model_type": "youtu"}', "'model_type' stands in it twice"),
+        (b'{"model_type": "youtu", "model_type": "youtu"}', "it contains 'model_type' twice"),
         (b" " * (2**20 + 1), "config.json has 1,048,577 bytes, but at most 1,048,576 are"),
     ],
     ids=["missing", "empty", "list", "brace", "utf8", "nested", "twice", "huge"],
@@ -219,7 +219,7 @@ def configured(tmp_path: Path, family: str, change: dict[str, Any]) -> Path:
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number above 0"),
         (
             {"rope_scaling": {"type": "longrope", "factor": 2}},
-            "implemented as 'yarn', 'llama3', 'linear' or 'dynamic' only; got 'longrope'",
+            "must be 'yarn', 'llama3', 'linear' or 'dynamic' to be supported; got 'longrope'",
         ),
         ({"rope_scaling": [1]}, "rope_scaling must be an object or null"),
         ({"rope_theta": 0}, "rope_theta must be a finite number above 0"),
@@ -245,7 +245,7 @@ def test_a_configuration_that_is_not_supported(tmp_path, change, message):
         ({"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer from 0"),
         (
             {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "best"},
-            "'greedy' or 'group_limited_greedy' only; got 'best'",
+            "'greedy' or 'group_limited_greedy' to be supported; got 'best'",
         ),
         (
             {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "greedy"},
@@ -289,7 +289,7 @@ def scaled(**change: Any) -> dict[str, Any]:
             FP8 | {"weight_block_size": None, "activation_scheme": "none"},
             "activation_scheme must be 'dynamic' or 'static' to be supported",
         ),
-        (FP8 | {"weight_block_size": [64, 128]}, r"only; got \[64, 128\]"),
+        (FP8 | {"weight_block_size": [64, 128]}, r"to be supported; got \[64, 128\]"),
         (FP8 | {"fmt": "e5m2"}, "fmt must be 'e4m3' or .* to be supported; got 'e5m2'"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme must be 'dynamic'"),
         (int4() | {"format": "marlin-24"}, "format must be 'pack-quantized' or .* to be supported"),

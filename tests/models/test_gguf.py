@@ -122,7 +122,7 @@ REFUSED = {
                               "llama.rope.scaling.factor": 2.0}}, "longrope"),
     "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}},
                 "rope_freqs.weight differs from Llama 3's RoPE scaling"),
-    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of the type IQ2_XXS"),
+    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of type IQ2_XXS"),
     "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "number 99"),
     "odd columns": ({"tensors": {"output.weight": ("Q8_0", (100, 65), bytes(9))}}, "blocks of 32"),
     "stranger": ({"tensors": {"blk.0.ffn_gate_exps.weight": ("F32", (2,), bytes(8))}},

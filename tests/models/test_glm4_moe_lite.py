@@ -97,7 +97,9 @@ def test_the_dense_layers_are_read_from_either_spelling():
 
 @pytest.mark.parametrize("words", [["dense", "sparse"], "dense", ["dense", "sparse", "linear"]])
 def test_words_that_are_not_the_layers_are_named(words):
-    with pytest.raises(ConfigError, match="mlp_layer_types must be a list of 3 words, 'dense' or"):
+    with pytest.raises(
+        ConfigError, match="mlp_layer_types must be a list of 3 values, each 'dense' or"
+    ):
         kinds(mlp_layer_types=words)
 
 

@@ -85,7 +85,7 @@ def changed(values, path, new):
     [
         (KIMI, ["mla_use_nope"], False, "mla_use_nope must be True to be supported"),
         (KIMI, ["moe_layer_freq"], 2, "moe_layer_freq must be 1 to be supported"),
-        (KIMI, ["moe_router_activation_func"], "softmax", "moe_router_activation_func is"),
+        (KIMI, ["moe_router_activation_func"], "softmax", "moe_router_activation_func must be"),
         (KIMI, ["num_experts"], 0, "num_experts must be an integer from 1"),
         (KIMI, ["linear_attn_config"], 3, "linear_attn_config must be an object; got 3"),
         (
@@ -174,7 +174,7 @@ def test_kimi_is_read_as_transformers_writes_it():
     assert kinds == [MLP, MoE, MLP, MoE, MoE, MoE]
     with pytest.raises(ConfigError, match="field linear_num_heads is missing"):
         read({name: value for name, value in NATIVE_KIMI.items() if name != "linear_num_heads"})
-    with pytest.raises(ConfigError, match="layer_types must be a list of 6 words"):
+    with pytest.raises(ConfigError, match="layer_types must be a list of 6 values"):
         read(NATIVE_KIMI | {"layer_types": ["full_attention"]})
 
 

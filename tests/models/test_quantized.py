@@ -391,7 +391,7 @@ def copied(tmp_path):
         (
             INT4,
             lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int64)}),
-            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
+            r"up_proj.weight_shape' is \[64, 32\], expected \[64, 64\]",
         ),
         (
             MXFP4,
@@ -409,7 +409,7 @@ def copied(tmp_path):
         (
             INT4,
             lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int32)}),
-            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
+            r"up_proj.weight_shape' is \[64, 32\], expected \[64, 64\]",
         ),
         (
             INT4,

@@ -271,7 +271,7 @@ def test_a_bias_of_zeros_is_skipped_and_others_are_named(root, tmp_path):
             "gptq",
             "g_idx",
             np.arange(128, dtype=np.int32)[::-1] // 32,
-            r"g_idx' says \[3, 3.* groups of reordered columns \(desc_act\) are not implemented",
+            r"g_idx' is \[3, 3.* groups of reordered columns \(desc_act\) are not implemented",
         ),
         (
             "sym",

@@ -228,7 +228,7 @@ def test_a_utilization_that_is_no_fraction_is_refused(value):
 
 def test_the_line_that_does_not_fit_is_named():
     items = (PlanItem("weights", 60, "w"), PlanItem("kv cache", 50, "k"), PlanItem("temp", 5, "t"))
-    with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
+    with pytest.raises(PlanError, match="115 .* 100 are allowed: 1 of 100 .* is the kv cache"):
         MemoryPlan(items, MemoryBudget("x", 100)).check()
     driver = (*items[:1], PlanItem("driver", 100, "d", outside=True))
     with pytest.raises(PlanError, match="the item that does not fit is the driver"):
@@ -277,7 +277,7 @@ def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
 
 
 def test_memory_that_contradicts_itself_is_refused():
-    with pytest.raises(DeviceError, match="at least one byte"):
+    with pytest.raises(DeviceError, match="at least 1 byte"):
         DeviceMemory("x", 0)
     with pytest.raises(DeviceError, match="the free bytes must be from 0 to 1,000; got 2,000"):
         DeviceMemory("x", 1000, free=2000)
@@ -578,7 +578,7 @@ BAD_INPUT = {
     "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
     "more gpus than experts": (
         ["DeepSeek-V2-Lite", "--gpus", "65", "--attention", "data"],
-        "--gpus 65 is more than DeepSeek-V2-Lite's 64 experts",
+        "--gpus 65 exceeds DeepSeek-V2-Lite's 64 experts",
     ),
     "no layout": (
         ["DeepSeek-V2-Lite", "--gpus", "3", "--batch", "128"],
@@ -596,7 +596,7 @@ BAD_INPUT = {
     ),
     "length": (
         ["DeepSeek-R1", "--max-model-len", "1m"],
-        "--max-model-len 1048576 is longer than DeepSeek-R1's 163,840",
+        "--max-model-len 1048576 exceeds DeepSeek-R1's 163,840",
     ),
     "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
     "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),

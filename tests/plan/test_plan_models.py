@@ -216,7 +216,7 @@ BROKEN = {
     ),
     "quantization": (
         changed(SMALL, quantization_config={"quant_method": "nvfp4"}),
-        "'compressed-tensors' or 'mxfp4' or 'awq' or 'gptq' only; got 'nvfp4'",
+        "'compressed-tensors' or 'mxfp4' or 'awq' or 'gptq' to be supported; got 'nvfp4'",
     ),
     "block": (
         changed(SMALL, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 0]}),

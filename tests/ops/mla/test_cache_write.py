@@ -437,7 +437,10 @@ def test_rotation_on_the_way_is_rotation_before(dtype):
     [
         (dict(config=None), "must be given together, got rotation= without config="),
         (dict(rotation=None), "must be given together, got config= without rotation="),
-        (dict(config=RopeConfig(32)), r"config.dim=32 dims .*latent \(2, 3, 192\) has 64"),
+        (
+            dict(config=RopeConfig(32)),
+            r"config.dim=32 does not fit latent \(2, 3, 192\), which has 64",
+        ),
         (dict(rotation=Rotation(np.zeros((2, 1, 128)))), r"\[B, S\] = \[2, 3\].*\(2, 1, 128\)"),
     ],
 )
