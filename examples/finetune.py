@@ -1,8 +1,9 @@
-"""Trains a small model that is built from `jaxattn.nn`, and lets it write.
+"""Trains a small model that is built from `jaxattn.nn`, and generates text with it.
 
     python3 examples/finetune.py --steps 60
 
-needs optax: `pip install 'jaxattn[train]'`. Gradients run through XLA: see docs/limits.md.
+The example needs optax: `pip install 'jaxattn[train]'`. On an H100 or H200, kernels compute the
+gradients of the delta net and of the attention; XLA computes all others (docs/limits.md).
 `--data FILE` trains on a text of your own.
 """
 
@@ -25,7 +26,7 @@ where is the peck of pickled peppers Peter Piper picked?
 
 
 class Layer(nnx.Module):
-    """A delta net, an attention and an MLP, each added to the stream."""
+    """A delta net, an attention layer and an MLP, each with a residual connection."""
 
     def __init__(self, hidden: int, rngs: nnx.Rngs):
         self.norms = nnx.List([RMSNorm(hidden) for _ in range(3)])
@@ -44,7 +45,7 @@ class Layer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Bytes in, logits of the next byte out."""
+    """Maps bytes to logits of the next byte."""
 
     def __init__(self, hidden: int, layers: int, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, hidden, rngs=rngs)
@@ -54,7 +55,7 @@ class Model(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens)
         for layer in self.layers:
-            # What a layer keeps for its backward pass is computed again: less memory, more time.
+            # The backward pass recomputes the activations of a layer: less memory, more time.
             x = nnx.remat(Layer.__call__)(layer, x)
         return self.embed.attend(self.norm(x).astype(jnp.float32))
 
@@ -83,9 +84,9 @@ def next_token(model: Model, tokens: jax.Array, length: jax.Array) -> jax.Array:
 
 
 def write(model: Model, prompt: bytes, count: int) -> bytes:
-    """Continues a prompt by reading all of it again for each byte: slow, and short to write.
+    """Continues a prompt. Each new byte recomputes the whole sequence, which is simple but slow.
 
-    A model that is served keeps caches instead: see examples/flax_model.py.
+    Use caches to serve a model: see examples/flax_model.py.
     """
     text = list(prompt)
     padded = jnp.zeros((1, len(prompt) + count), jnp.int32).at[0, : len(text)].set(jnp.array(text))

@@ -1,4 +1,4 @@
-"""Layers of `jaxattn.nn` in a Flax model that reads a whole text, or a prompt and then tokens.
+"""Layers of `jaxattn.nn` in a Flax model, with a training forward pass, prefill and decode.
 
 python3 examples/flax_model.py
 """
@@ -15,12 +15,12 @@ HIDDEN, PAGE = 64, 16
 
 
 class Caches(NamedTuple):
-    """What the two layers keep of earlier tokens.
+    """The caches of the two layers.
 
     Attributes:
-        conv: [slots, 3, channels], the convolution's last inputs.
-        state: float32 [slots, heads, 128, 128], the delta net's matrices.
-        latents: [pages, 16, 576], the attention's latents.
+        conv: [slots, 3, channels], the last inputs of the convolution.
+        state: float32 [slots, heads, 128, 128], the states of the delta net.
+        latents: [pages, 16, 576], the latents of the attention layer.
     """
 
     conv: jax.Array
@@ -29,7 +29,7 @@ class Caches(NamedTuple):
 
 
 class Model(nnx.Module):
-    """Bytes in, logits of the next byte out: a delta net, an attention, an MLP."""
+    """Maps bytes to logits of the next byte, with a delta net, an attention layer and an MLP."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(256, HIDDEN, rngs=rngs)
@@ -39,7 +39,7 @@ class Model(nnx.Module):
         self.mlp = GatedMLP(HIDDEN, 2 * HIDDEN, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 [rows, tokens] to logits [rows, tokens, 256]: the forward pass of training."""
+        """The forward pass for training: int32 [rows, tokens] to logits [rows, tokens, 256]."""
         x = self.embed(tokens)
         x = x + self.gdn(self.norms[0](x))
         x = x + self.mla(self.norms[1](x))
@@ -57,7 +57,7 @@ class Model(nnx.Module):
         )
 
     def prefill(self, tokens: jax.Array, caches: Caches, tables: jax.Array, lens: jax.Array):
-        """Reads prompts [rows, tokens] of `lens` tokens each into the caches."""
+        """Processes prompts [rows, tokens] of `lens` tokens each, and fills the caches."""
         slots = jnp.arange(len(lens))
         read = dict(seq_lens=lens, query_lens=lens)
         x = self.embed(tokens)
@@ -69,7 +69,7 @@ class Model(nnx.Module):
         return self.head(x + y), Caches(conv, state, latents)
 
     def decode(self, token: jax.Array, caches: Caches, tables: jax.Array, lens: jax.Array):
-        """Reads one token per row, int32 [rows, 1]; `lens` counts it already."""
+        """Processes one token per row, int32 [rows, 1]; `lens` includes this token."""
         slots = jnp.arange(len(lens))
         x = self.embed(token)
         y, conv, state, _ = self.gdn.decode(

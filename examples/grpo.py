@@ -1,17 +1,18 @@
-"""GRPO with Tunix: a model learns to write functions that return something of an argument.
+"""GRPO with Tunix: a model learns to write functions whose return value uses an argument.
 
     python3 examples/grpo.py --plot grpo.png                      # the embedded model, on a CPU
     python3 examples/grpo.py --model SmolLM2.gguf --tokens 24     # another model, on a GPU
 
-needs `pip install 'jaxattn[tunix]'`, and matplotlib for `--plot`. A prompt is the head of a
-function. The reward of a completion, up to its last whole line, is
+The example needs `pip install 'jaxattn[tunix]'`, and matplotlib for `--plot`. A prompt is the
+header of a function. The reward of a completion, up to its last complete line, is
 
-    0      if Python cannot parse it,
-    0.5    if it can, and
+    0      if Python cannot parse the function,
+    0.5    if Python can parse the function, and
     1      if a `return` statement also uses an argument.
 
-jaxattn's engine samples the completions. Tunix computes advantages and loss, and differentiates the
-same network. After each step the engine reads the new parameters where the trainer has them.
+jaxattn's engine samples the completions. Tunix computes the advantages and the loss, and
+differentiates the same network. After each step the engine reads the new parameters directly from
+the trainer's arrays, or rounds a copy if the trainer's dtype differs.
 """
 
 import argparse
@@ -71,7 +72,7 @@ class RewardLog:
         self._last = time.perf_counter()
 
     def reward(self, prompts: Any, completions: Any, **others: Any) -> list[float]:
-        """What Tunix calls once a step."""
+        """The reward function, which Tunix calls once per step."""
         found = [reward_of(*each) for each in zip(map(str, prompts), completions, strict=True)]
         now = time.perf_counter()
         self.means.append(float(np.mean(found)))
@@ -83,7 +84,7 @@ class RewardLog:
 
 
 def opened(path: Path | None) -> tuple[DecoderModel, Any, text.Tokenizer]:
-    """A model with its parameters and tokenizer, of a folder or a GGUF file."""
+    """A model with its parameters and tokenizer, from a folder or a GGUF file."""
     if path is None:
         return *load(EMBEDDED), text.ByteTokenizer()
     model, params = load(path)
@@ -95,7 +96,7 @@ def opened(path: Path | None) -> tuple[DecoderModel, Any, text.Tokenizer]:
 
 
 def batches(rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Prompts of each step. Tunix wants an array: it takes a list of strings apart."""
+    """The prompts of each step, as an array: Tunix repeats each string of a list separately."""
     rng, prompts = np.random.default_rng(seed), np.array(prompts_of(TRAINED))
     while True:
         yield {"prompts": prompts[rng.permutation(len(prompts))[:rows]]}
@@ -136,7 +137,7 @@ def cluster_of(args: argparse.Namespace) -> RLCluster:
 
 
 def held_out(cluster: RLCluster, samples: int) -> float:
-    """The mean reward of prompts that training has not seen."""
+    """The mean reward of prompts that training does not use."""
     prompts = [prompt for prompt in prompts_of(HELD_OUT) for _ in range(samples)]
     found = cluster.generate(prompts).text
     return float(np.mean([reward_of(*each) for each in zip(prompts, found, strict=True)]))
@@ -156,11 +157,11 @@ def draw(log: RewardLog, path: Path) -> None:
 def main(argv: list[str] | None = None) -> RewardLog:
     parser = argparse.ArgumentParser(description="GRPO of a small model with Tunix.")
     parser.add_argument("--model", type=Path, help="a folder or a GGUF file; else the embedded one")
-    parser.add_argument("--dtype", help="of products: bfloat16, or float32")
+    parser.add_argument("--dtype", help="dtype of matrix products: bfloat16 or float32")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rows", type=int, default=4, help="prompts of a step")
-    parser.add_argument("--samples", type=int, default=8, help="completions of a prompt")
-    parser.add_argument("--tokens", type=int, default=48, help="of a completion, at most")
+    parser.add_argument("--rows", type=int, default=4, help="prompts per step")
+    parser.add_argument("--samples", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="most tokens per completion")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""One call of the MLA decode kernel: a batch of three rows, of which one is padding.
+"""One call of the MLA decode kernel, with a batch of two rows and one padding row.
 
 python3 examples/kernel.py
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxattn import Arena, mla
 
 HEADS, RANK, ROPE, PAGE = 16, 512, 64, 64
-SCALE = (128 + ROPE) ** -0.5  # DeepSeek's: of the head's own width, not of the latent's
+SCALE = (128 + ROPE) ** -0.5  # as in DeepSeek: from the width of a head, not of the latent
 
 
 def main() -> None:
@@ -22,12 +22,12 @@ def main() -> None:
     block_tables = jnp.array([[2, 0], [5, -1], [-1, -1]], jnp.int32)
     seq_lens = jnp.array([100, 7, 0], jnp.int32)
 
-    # The scratch is known from shapes. It is one buffer, which the step takes and gives back.
+    # Shapes determine the scratch memory: one buffer, which is donated to the step and returned.
     spec = mla.scratch(batch=3, q_len=1, num_heads=HEADS, max_pages=2, page_size=PAGE)
     step = jax.jit(functools.partial(mla.mla_decode, scale=SCALE), donate_argnames="arena")
     out, lse, arena = step(q, cache, block_tables, seq_lens, arena=Arena.allocate(spec))
 
-    # What the reference says, in float32, of row 1.
+    # Row 1 by the formula, in float32.
     keys = cache[5, :7].astype(jnp.float32)
     scores = q[1, 0].astype(jnp.float32) @ keys.T * SCALE
     wanted = jax.nn.softmax(scores) @ keys[:, :RANK]

@@ -1,20 +1,23 @@
-"""Trains a hybrid language model of bytes from nothing: delta nets, attention, MLPs or experts.
+"""Trains a hybrid byte-level language model: delta nets, attention, and MLPs or experts.
 
     python3 examples/pretrain.py --steps 40                       # a tiny model, on a CPU
     python3 examples/pretrain.py --steps 300 --checkpoint RUN     # 130M parameters, on a GPU
-    python3 examples/pretrain.py --steps 300 --mla                # MLA in place of GQA, and experts
+    python3 examples/pretrain.py --steps 300 --mla                # MLA instead of GQA, and experts
 
-needs `pip install 'jaxattn[train]'`: optax, and orbax for `--checkpoint`. The text is the reference
-that Python's `help()` shows, 0.7 MB of English, and `--data FILE` another.
+The example needs optax and, for `--checkpoint`, orbax: `pip install 'jaxattn[train]'`. The
+training text is the reference that Python's `help()` shows, 0.7 MB of English. `--data FILE` trains
+on another text.
 
-Layers are Qwen3.5's: of four, three are a `GatedDeltaNet` and one a `GroupedQueryAttention` with a
-gate. A scan runs the groups of four, so that each kind of layer is compiled once. A layer keeps for
-its backward pass what `SAVED` names. With several devices each holds a part of every parameter, and
-gathers a layer's when the scan comes to it (FSDP). `--dtype float32` trains by XLA, as the kernels
-multiply bfloat16; losses agree.
+The layers are those of Qwen3.5, in groups of four, or of two in the sizes `tiny` and `20m`. The
+last layer of a group has a `GroupedQueryAttention` with a gate, and the others have a
+`GatedDeltaNet`. `lax.scan` runs the groups, so XLA compiles each kind of layer once. For the
+backward pass, a layer saves only the arrays that `SAVED` names. With several devices, each device
+holds a shard of every matrix, and gathers the matrices of a layer when the scan reaches the layer
+(FSDP). With `--dtype float32` XLA trains the model, because the kernels multiply in bfloat16; the
+losses agree.
 
-A run that finds its own checkpoint goes on from there, to the same losses as without a stop: the
-batch of a step depends on nothing but its number.
+A run that finds its own checkpoint resumes from it. The losses equal those of an uninterrupted run,
+because the batch of a step depends only on the step's number.
 """
 
 import argparse
@@ -45,16 +48,16 @@ from jaxattn.nn import (
 
 P = jax.P
 BYTES = 256
-# What kernels name of what they keep for a backward pass; the rest of a layer is computed again.
+# Names of the residuals that kernels save; the backward pass recomputes the rest of a layer.
 SAVED = jax.checkpoint_policies.save_only_these_names(
     "attention_out", "attention_lse", "delta_out", "moe_gate_up"
 )
-# bfloat16 products of a second, without sparsity.
+# Peak FLOP/s in bfloat16, without sparsity.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 
 
 class Size(NamedTuple):
-    """The sizes of a model. Layers come in groups: all but the last are delta nets."""
+    """The sizes of a model. In each group of layers, all but the last are delta nets."""
 
     hidden: int
     groups: int
@@ -81,7 +84,7 @@ SIZES = {
 
 
 class Layer(nnx.Module):
-    """A mixer of tokens and a feed-forward, each added to the stream."""
+    """A token mixer and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, mixer: nnx.Module, feed_forward: nnx.Module, hidden: int):
         self.norms = nnx.List([RMSNorm(hidden), RMSNorm(hidden)])
@@ -94,7 +97,7 @@ class Layer(nnx.Module):
 
 
 class LayerMaker(NamedTuple):
-    """Makes the layers of a model."""
+    """Creates the layers of a model."""
 
     size: Size
     mla: bool
@@ -103,7 +106,7 @@ class LayerMaker(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        # The more layers, the less each adds to the stream at first.
+        # With more layers, the initial output of each layer is smaller.
         scale = (2 * self.size.groups * self.size.group) ** -0.5
         return {"dtype": self.dtype, "out_init_scale": scale}
 
@@ -139,10 +142,10 @@ class LayerMaker(NamedTuple):
 
 
 class Model(nnx.Module):
-    """Bytes in, logits of the next byte out.
+    """Maps bytes to logits of the next byte.
 
-    The parameters of all delta layers lie in stacks [groups, layers, ...], those of the attention
-    layers in stacks [groups, ...].
+    The parameters of all delta layers are stacked as [groups, layers, ...], and those of all
+    attention layers as [groups, ...].
     """
 
     def __init__(self, make: LayerMaker, rngs: nnx.Rngs):
@@ -156,17 +159,20 @@ class Model(nnx.Module):
 
 
 def embedded(model: Model, tokens: jax.Array) -> jax.Array:
-    """The stream of the first layer. It is a product, as the gradient of a gather on a GPU adds in
-    the order in which threads come: a run that resumes would not have the losses it had."""
+    """The input of the first layer, as a matrix product with one-hot rows.
+
+    On a GPU the gradient of a gather adds in a varying order, so a run that resumes would not
+    reproduce its losses.
+    """
     chosen = jax.nn.one_hot(tokens, BYTES)
     return jnp.matmul(chosen, model.embed.embedding[...], precision="highest")
 
 
 def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) -> jax.Array:
-    """The logits; `gather` makes whole parameters of a device's parts."""
+    """The logits; `gather` combines the shards of parameters to whole parameters."""
 
     def layers(name: str) -> tuple[Callable[..., Any], nnx.State]:
-        """A layer of these parameters, for a scan, and the stacks of them."""
+        """The layer function for `lax.scan`, and the stacked parameters."""
         definition, stacks = nnx.split(getattr(model, name))
 
         @partial(jax.checkpoint, policy=SAVED)
@@ -186,7 +192,7 @@ def forward(model: Model, tokens: jax.Array, gather: Callable[[Any, str], Any]) 
 
 
 class Trainer:
-    """A model, its optimizer and their compiled step, over all devices."""
+    """A model and its optimizer over all devices, with a compiled training step."""
 
     def __init__(self, args: argparse.Namespace, size: Size):
         self.size, self.rows, self.tokens = size, args.rows or size.rows, args.tokens or size.tokens
@@ -224,12 +230,12 @@ class Trainer:
         self.evaluated = jax.jit(self.loss)
 
     def spec_of(self, x: Any) -> P:
-        """Parameters are divided along their last axis, where the devices divide it."""
+        """Shards a matrix along its last axis, if the number of devices divides this axis."""
         whole = x.ndim < 2 or x.shape[-1] % self.mesh.size
         return P() if whole else P(*[None] * (x.ndim - 1), "data")
 
     def _loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
-        """The mean over all devices, of whom each has some rows."""
+        """The mean loss over all devices, each of which has some rows of the batch."""
 
         def gather(params: Any, name: str) -> Any:
             def whole(x: jax.Array, spec: P) -> jax.Array:
@@ -247,10 +253,10 @@ class Trainer:
         return jax.lax.pmean(losses.mean(), "data")
 
     def loss(self, params: nnx.State, tokens: jax.Array) -> jax.Array:
-        """Nats per byte."""
+        """The loss in nats per byte."""
         run = jax.shard_map(
             self._loss, mesh=self.mesh, in_specs=(self.specs, P("data")), out_specs=P(),
-            check_vma=False,  # which Mosaic's kernels have no rules for
+            check_vma=False,  # Mosaic's kernels have no rules for it
         )  # fmt: skip
         return run(params, tokens)
 
@@ -262,7 +268,7 @@ class Trainer:
 
     @property
     def flops(self) -> float:
-        """Of a step's products: 6 for each parameter that a token meets, and those of mixers."""
+        """FLOPs of a training step: 6 per token and parameter used, and those of the mixers."""
         size, total = self.size, 0.0
         for path, x in jax.tree.leaves_with_path(self.state[0]):
             name = jax.tree_util.keystr(path)
@@ -288,7 +294,7 @@ def batch(data: jax.Array, rows: int, tokens: int, step: int) -> jax.Array:
 
 
 class Checkpoints:
-    """A folder of orbax, in which each leaf of the state has the name of its path."""
+    """An orbax folder, in which the name of each leaf of the state is its path."""
 
     def __init__(self, folder: Path | None):
         self.manager: Any = None
@@ -299,7 +305,7 @@ class Checkpoints:
             self.ocp, self.manager = ocp, ocp.CheckpointManager(folder.resolve(), options=options)
 
     def restore(self, state: Any, shardings: Any) -> tuple[Any, int]:
-        """The newest state, and its step; the given one, and 0, where there is none."""
+        """The newest saved state and its step, or the given state and 0 if none is saved."""
         if self.manager is None or self.manager.latest_step() is None:
             return state, 0
         wanted = jax.tree.map(
@@ -317,27 +323,27 @@ class Checkpoints:
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """Its leaves in order, by number and path."""
+    """The leaves of a tree in order, by number and path."""
     leaves = jax.tree.leaves_with_path(tree)
     return {f"{i:04}{jax.tree_util.keystr(path)}": x for i, (path, x) in enumerate(leaves)}
 
 
 def held_out(trainer: Trainer, text: jax.Array) -> list[jax.Array]:
-    """Batches of a text, the same in every run: its pieces one behind another."""
+    """Batches of consecutive pieces of a text, the same in every run."""
     count = len(text) // (trainer.tokens + 1) // trainer.rows
     pieces = text[: count * trainer.rows * (trainer.tokens + 1)].astype(jnp.int32)
     return list(pieces.reshape(count, trainer.rows, trainer.tokens + 1))
 
 
 def evaluate(trainer: Trainer, batches: list[jax.Array], step: int) -> None:
-    """Prints the loss of text that no step trains on."""
+    """Prints the loss on the held-out text."""
     params = trainer.state[0]
     mean = sum(float(trainer.evaluated(params, each)) for each in batches) / len(batches)
     print(f"step {step:5}: held-out text {mean:.4f} nats per byte", flush=True)
 
 
 def losses(trainer: Trainer, data: jax.Array, steps: range) -> Iterator[tuple[int, float, float]]:
-    """(step, loss, seconds) of each, whose state is then in the trainer."""
+    """(step, loss, seconds) of each step. The trainer then holds the new state."""
     for step in steps:
         start = time.perf_counter()
         tokens = batch(data, trainer.rows, trainer.tokens, step)
@@ -346,7 +352,7 @@ def losses(trainer: Trainer, data: jax.Array, steps: range) -> Iterator[tuple[in
 
 
 def report(trainer: Trainer, step: int, loss: float, seconds: float) -> dict[str, float]:
-    """Prints a line, and returns its numbers."""
+    """Prints one line about a step, and returns the numbers in it."""
     rate = trainer.rows * trainer.tokens / seconds
     kind = jax.devices()[0].device_kind
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in kind), None)
@@ -363,25 +369,25 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, help="default: 100m on a GPU, else tiny")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
-        "--decay", type=int, help="steps until the rate is lowest; default: --steps"
+        "--decay", type=int, help="steps until the learning rate is lowest; default: --steps"
     )
-    parser.add_argument("--rows", type=int, help="of a batch")
-    parser.add_argument("--tokens", type=int, help="of a row")
-    parser.add_argument("--experts", action="store_true", help="in place of the MLPs")
-    parser.add_argument("--mla", action="store_true", help="in place of GQA; implies --experts")
+    parser.add_argument("--rows", type=int, help="rows per batch")
+    parser.add_argument("--tokens", type=int, help="tokens per row")
+    parser.add_argument("--experts", action="store_true", help="experts instead of MLPs")
+    parser.add_argument("--mla", action="store_true", help="MLA instead of GQA; implies --experts")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of learning, at most")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data", type=Path, help="a text; default: Python's own reference")
+    parser.add_argument("--data", type=Path, help="a text file; default: Python's own reference")
     parser.add_argument("--every", type=int, default=10, help="steps between printed lines")
     parser.add_argument(
         "--eval-every", type=int, default=0, metavar="STEPS",
-        help="hold a twentieth of the text out, and print its loss; default: train on all of it",
+        help="hold out a twentieth of the text, and print the loss on it; default: train on all",
     )  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="save there, and resume")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="where to save and resume")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
     parser.add_argument(
-        "--log", type=Path, metavar="FILE", help="loss curve, a line of JSON a step"
+        "--log", type=Path, metavar="FILE", help="file for losses, one line of JSON per step"
     )
     args = parser.parse_args(argv)
     args.size = args.size or ("100m" if jax.default_backend() == "gpu" else "tiny")
@@ -391,7 +397,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, trainer: Trainer | None = None) -> Trainer:
-    """Trains, and returns the trainer; one of the same options goes on with what is compiled."""
+    """Trains and returns the trainer; a given trainer with equal options is not compiled again."""
     args = parsed(argv)
     text = read_text(args.data)
     trainer = trainer or Trainer(args, SIZES[args.size])

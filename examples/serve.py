@@ -1,4 +1,4 @@
-"""The engine from Python: a request joins while others run, and tokens are shown as they come.
+"""The engine from Python: a request joins while others run, and each answer is printed at its end.
 
 python3 examples/serve.py
 """

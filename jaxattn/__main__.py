@@ -1,4 +1,4 @@
-"""`python -m jaxattn`: the commands, a line each."""
+"""`python -m jaxattn`, which lists the commands."""
 
 import sys
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the list; returns the exit code."""
+    """Prints the list of commands, and returns the exit code."""
     return exit_code(PROGRAM, lambda: run(argv))
 
 

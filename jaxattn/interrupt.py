@@ -1,13 +1,13 @@
-"""Ctrl-C in the package's commands: one line and exit code 130, at any time.
+"""The handling of Ctrl-C in the package's commands: one line and exit code 130, at any time.
 
-`jaxattn/__init__.py` calls `guard_command` before it imports JAX, which takes a second or more. A
-KeyboardInterrupt in the middle of an import prints a traceback, or is lost where Python ignores
-exceptions. While XLA compiles, the main thread runs no Python and raises nothing. So nothing is
-raised: a thread waits for the signal and ends the process.
+`jaxattn/__init__.py` calls `guard_command` before the import of JAX, which takes over a second. A
+KeyboardInterrupt during an import prints a traceback, or is lost where Python ignores exceptions.
+While XLA compiles, the main thread runs no Python code and cannot raise. Instead of an exception, a
+thread therefore waits for the signal and ends the process.
 
-A command has something to report while it generates. It raises KeyboardInterrupt then
-(`interrupts_raised` in cli/exit_codes.py). A program that only imports jaxattn keeps Python's own
-Ctrl-C. This file imports nothing that takes time: what runs before it is Python's own start.
+While a command generates, it has output to report, and therefore uses KeyboardInterrupt
+(`interrupts_raised` in cli/exit_codes.py). Programs that only import jaxattn keep Python's
+handling. This file imports nothing slow, so that only Python's own start precedes it.
 """
 
 import _thread
@@ -30,11 +30,12 @@ def guard_command() -> None:
 
 
 def started_as() -> str | None:
-    """The command that Python was started with, as the user wrote it; None in another program."""
+    """Returns the command of this package that Python was started with; None in other programs."""
     given, own = getattr(sys, "orig_argv", []), getattr(sys, "argv", [])
     if not 0 < len(own) < len(given):
         return None
-    # While `python -m name` imports the package, sys.argv[0] stands for the last of its own words.
+    # While `python -m name` imports the package, sys.argv[0] is a placeholder for the last word of
+    # orig_argv that belongs to Python itself.
     name = given[len(given) - len(own)].removeprefix("-m")
     if name in ("jaxattn", *(f"jaxattn.{command}" for command in COMMANDS)):
         return f"python -m {name}"
@@ -43,21 +44,22 @@ def started_as() -> str | None:
 
 
 def program(command: str) -> str:
-    """What a command calls itself: as it was started, or by its module."""
+    """Returns the name of a command in messages: as the user started it, or its module."""
     started = started_as()
     return started if started and started.endswith(command) else f"python -m jaxattn.{command}"
 
 
 def guard() -> None:
-    """Makes Ctrl-C end the process, also while the main thread waits in a library."""
+    """Makes Ctrl-C end the process, even while the main thread waits in a library."""
     global _wakeup
-    signal.signal(signal.SIGINT, end_process)  # for the few moments until the thread runs
+    signal.signal(signal.SIGINT, end_process)  # until the thread runs
     if sys.platform == "win32" or _wakeup >= 0:
         return
     import fcntl
 
     pipe = os.pipe()
-    # A closed stdin, stdout or stderr leaves its number free, and others would write into it.
+    # A closed stdin, stdout or stderr frees its descriptor. The pipe must not reuse that number,
+    # as other code would write into it.
     reading, _wakeup = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in pipe)
     for end in pipe:
         os.close(end)
@@ -72,19 +74,19 @@ def active() -> bool:
 
 
 def listen(on: bool = True) -> None:
-    """Whether the thread hears of signals; it does from `guard` on."""
+    """Turns the delivery of signals to the thread on or off. `guard` turns it on."""
     if _wakeup >= 0:
         signal.set_wakeup_fd(_wakeup if on else -1, warn_on_full_buffer=False)
 
 
 def finished() -> None:
-    """After a command's work: while Python ends, Ctrl-C could only spoil the exit code."""
+    """Ignores Ctrl-C after a command's work, as it could only change the exit code."""
     if active():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def before_end(text: bytes | None) -> None:
-    """What a terminal needs before the last line, such as its cursor back; None for nothing."""
+    """Sets what to write before the last line, such as a code that shows the cursor again."""
     _on_end[:] = [text] if text else []
 
 
@@ -97,9 +99,9 @@ def _wait(reading: int) -> None:
 def end_process(*_: object) -> None:
     """Writes the last line and ends the process."""
     if not _ending.acquire(blocking=False):
-        return  # the thread and the handler both came here
+        return  # the thread and the handler both call this
     try:
         os.write(2, b"".join([*_on_end, b"interrupted\n"]))
     except OSError:
-        pass  # nobody reads it
+        pass  # stderr is closed
     os._exit(CODE)

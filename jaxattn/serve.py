@@ -1,4 +1,4 @@
-"""`python -m jaxattn.serve`; the command is jaxattn/cli/serve/command.py."""
+"""`python -m jaxattn.serve`. The command is implemented in jaxattn/cli/serve/command.py."""
 
 from jaxattn.cli.serve.command import main
 

@@ -1,1 +1,1 @@
-"""The command lines: `python -m jaxattn.serve` and `python -m jaxattn.plan`."""
+"""The command-line interfaces `python -m jaxattn.serve` and `python -m jaxattn.plan`."""

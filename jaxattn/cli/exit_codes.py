@@ -1,4 +1,4 @@
-"""Exit codes and one-line errors of the commands."""
+"""The commands' exit codes, one-line errors and signal handling."""
 
 import contextlib
 import errno
@@ -11,28 +11,28 @@ from collections.abc import Callable, Iterator
 from jaxattn import interrupt
 from jaxattn.cli.options.parser import InputError
 
-# What goes wrong with files that the user named, or with the disk.
+# The errors of files that the user named, or of the disk.
 OF_FILES = (
     errno.EACCES, errno.EIO, errno.EISDIR, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.EROFS,
 )  # fmt: skip
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """The exception for SIGTERM, which ends a command as Ctrl-C does."""
 
 
 def exit_code(program: str, run: Callable[[], int]) -> int:
-    """What `run` returns, or what a command ends with where it fails.
+    """Calls `run`, prints its error in one line if it fails, and returns the exit code.
 
-    It is 2 for bad input or no place for the output, and 1 if stdout is closed or its reader left.
-    After Ctrl-C it is 130, after SIGTERM 143.
+    Errors have the codes 2 for bad input or an output that cannot be written, and 1 if stdout or
+    its pipe is closed. Ctrl-C has the code 130, and SIGTERM 143.
     """
-    if sys.stdout is None:  # as after `>&-`
+    if sys.stdout is None:  # for example after `>&-`
         print(f"{program}: error: stdout is closed; give the output a place", file=sys.stderr)
         return 1
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal need not know all of Unicode
+            stream.reconfigure(errors="replace")  # a terminal may not support all of Unicode
     try:
         code = run()
         if sys.stdout is not None:
@@ -59,35 +59,35 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
 
 
 def code_of(ended: KeyboardInterrupt) -> int:
-    """130 after Ctrl-C, 143 after SIGTERM."""
+    """Returns 130 for Ctrl-C and 143 for SIGTERM."""
     terminated = isinstance(ended, Terminated) or isinstance(ended.__cause__, Terminated)
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
 
 
 class InterruptRequest:
-    """Whether Ctrl-C or SIGTERM came while `interrupts_raised` held.
+    """The Ctrl-C or SIGTERM that arrived within `interrupts_raised`, if any.
 
     Attributes:
-        code: the exit code that it asks for, or None.
+        code: The exit code for the signal, or None.
     """
 
     code: int | None = None
 
     def check(self) -> None:
-        """Raises the interrupt once more: Python ignores what is raised in a destructor."""
+        """Raises the interrupt again, since Python ignores an exception raised in a destructor."""
         if self.code is not None:
             raise KeyboardInterrupt if self.code == interrupt.CODE else Terminated
 
 
 @contextlib.contextmanager
 def interrupts_raised() -> Iterator[InterruptRequest]:
-    """Around what has something to report: Ctrl-C and SIGTERM raise KeyboardInterrupt.
+    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt, so that a command can report.
 
-    A second Ctrl-C ends a command at once. Elsewhere Ctrl-C does that already, and so does SIGTERM.
+    A second Ctrl-C ends the command at once. Outside of the context, the first one and SIGTERM do.
     """
     asked = InterruptRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # only the main thread may say what a signal does
+        yield asked  # only the main thread can set signal handlers
         return
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
 
@@ -99,7 +99,7 @@ def interrupts_raised() -> Iterator[InterruptRequest]:
         asked.check()
 
     interrupt.listen(False)
-    if before[signal.SIGINT] is not signal.SIG_IGN:  # as of a command that runs in the background
+    if before[signal.SIGINT] is not signal.SIG_IGN:  # ignored if a shell runs it in the background
         signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     try:
@@ -111,9 +111,9 @@ def interrupts_raised() -> Iterator[InterruptRequest]:
 
 
 def _discard_output() -> None:
-    """What is still buffered for stdout has to go somewhere, or Python complains at its exit."""
+    """Redirects stdout to the null device, so that flushing its buffer at the exit cannot fail."""
     stdout = sys.__stdout__
     if stdout is None or sys.stdout is not stdout:
-        return  # a caller's own stream, whose file is not ours to change
+        return  # the stream belongs to the caller
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())

@@ -1,8 +1,8 @@
-"""The memory plan of a model, from its sizes alone: python -m jaxattn.plan DeepSeek-R1 --gpus 8
+"""The memory plan of a model, computed from its sizes: python -m jaxattn.plan DeepSeek-R1 --gpus 8
 
-No device is used and nothing is allocated. The exit code is 0, or 2 for bad input or a plan that
-does not fit; its table is printed all the same. It is 1 if stdout is closed or its reader left, and
-130 after Ctrl-C.
+The command uses no device and allocates nothing. The exit code is 0, or 2 for bad input or a plan
+that does not fit, whose table is printed anyway. It is 1 if stdout or its pipe is closed, and 130
+after Ctrl-C.
 """
 
 import argparse
@@ -46,7 +46,7 @@ PROGRAM = interrupt.program("plan")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """Returns the parser of the command's options."""
     root = OptionParser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
@@ -167,13 +167,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
-    jax.config.update("jax_platforms", "cpu")  # shapes are enough: a GPU is left alone
+    """Runs the command, and returns its exit code."""
+    jax.config.update("jax_platforms", "cpu")  # the plan needs only shapes and no GPU
     return exit_code(PROGRAM, lambda: run(parser().parse_args(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans and prints."""
+    """Computes the plan and prints it."""
     naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
@@ -199,12 +199,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def counts_group(options: argparse.Namespace) -> bool:
-    """Whether a plan counts what several GPUs hold, and is not that of a layout."""
+    """Whether to plan a group of GPUs that need not be a supported layout."""
     return options.gpus > 1 and bool(options.attention or options.cache_dtype)
 
 
 def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
-    """Raises InputError for options that a plan of a layout would not obey."""
+    """Raises InputError for options that the plan of a layout would ignore."""
     gpus = max(parallel.gpus, options.gpus)
     if options.speculate and gpus > 1:
         raise InputError(
@@ -232,7 +232,7 @@ def make(
     placement: ModelPlacement,
     parallel: Parallel,
 ) -> tuple[MemoryPlan, PlanError | None]:
-    """The plan, and why it does not fit."""
+    """Returns the plan, and the error if it does not fit."""
     try:
         if parallel.gpus > 1:
             return plan(model, memory, limits, parallel=parallel), None
@@ -244,10 +244,12 @@ def make(
 
 
 def read_model(options: argparse.Namespace) -> DecoderSizes:
-    """A shipped model; or that of a folder, a GGUF file or the hub, as `serve` finds and reads it.
+    """Returns the sizes of a model of the catalog, or of a folder, a GGUF file or a hub name.
+
+    `serve` finds and reads models in the same way.
 
     Raises:
-        InputError: there is none.
+        InputError: If there is no such model.
     """
     given = options.model
     shipped = given.lower() in map(str.lower, model_resolver.NAMES)
@@ -264,10 +266,10 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
 
 
 def read_limits(options: argparse.Namespace, model: DecoderSizes) -> tuple[Limits, ModelPlacement]:
-    """Both, as the options say.
+    """Returns the limits and the placement from the options.
 
     Raises:
-        ValueError: they make no sense.
+        ValueError: If the options contradict each other.
     """
     check_sizes(options)
     limits = Limits(

@@ -1,4 +1,4 @@
-"""The memory plan as the commands show it: asked for, or because it does not fit."""
+"""The commands' report of a memory plan, on request or because the plan does not fit."""
 
 import argparse
 import contextlib
@@ -21,13 +21,13 @@ from jaxattn.plan.plan_display import PlanPlotError, print_plan, save_plot
 
 
 def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
-    """Prints the plan from shapes alone: 0.
+    """Prints the plan, computed from shapes, and returns 0.
 
     Raises:
-        InputError: it does not fit, or nothing says how much memory there is.
+        InputError: If the plan does not fit, or the size of the device's memory is unknown.
     """
     if limits.utilization is None and jax.devices()[0].platform != "gpu":
-        # As the server does, which shrinks no cache unasked.
+        # Like `serve`, which only shrinks the cache if asked to.
         limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:
@@ -47,14 +47,14 @@ def report_plan(
     options: argparse.Namespace,
     naive: Sequence[ScratchComparison] = (),
 ) -> int:
-    """Prints a plan on stdout, as a table or by --json, and draws it for --plot: 0.
+    """Prints a plan to stdout, as a table or as JSON, draws it for --plot, and returns 0.
 
     Args:
-        refused: why the plan does not fit; None, if it does.
-        naive: what other designs would take, printed below.
+        refused: The error of a plan that does not fit; None if it fits.
+        naive: The memory of other scratch designs, printed below the plan.
 
     Raises:
-        InputError: it does not fit, or it cannot be drawn.
+        InputError: If the plan does not fit, or cannot be drawn.
     """
     if options.json:
         result = found.to_dict() | {"fits": refused is None}
@@ -75,13 +75,13 @@ def report_plan(
 
 @contextlib.contextmanager
 def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None]:
-    """Prints a plan that does not fit, and says in one line what would help.
+    """A context that prints a plan that does not fit, and raises a one-line error with advice.
 
     Args:
-        before: called before it is printed.
+        before: Called before the plan is printed.
 
     Raises:
-        InputError: the plan does not fit, or an implementation refuses the model.
+        InputError: If the plan does not fit, or an implementation refuses the model.
     """
     try:
         yield
@@ -95,7 +95,7 @@ def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None
 
 
 def _wide(console: Console) -> Console:
-    """In a file or a pipe, lines as wide as the table wants."""
+    """Widens a console that is not a terminal, so that the table fits."""
     if not console.is_terminal:
         console.width = 140
     return console

@@ -1,1 +1,1 @@
-"""Code that ops share: checks, dispatch, formats, slots and pages. It knows no op and no model."""
+"""Code that ops share: checks, dispatch, cache formats, slots, pages. It imports no op or model."""

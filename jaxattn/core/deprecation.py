@@ -1,4 +1,4 @@
-"""Keywords and names of an older version, which work for one more minor version."""
+"""Deprecated keywords and names, which work for one more minor version."""
 
 import functools
 import sys
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 
 class KeywordGroup(NamedTuple):
-    """An argument that stands for keywords of an older version.
+    """An argument that replaces older keywords.
 
     Attributes:
-        make: its class.
-        fields: older keyword -> field of the class.
+        make: Class of the argument.
+        fields: Maps older keywords to fields of the class.
     """
 
     make: type
@@ -22,13 +22,13 @@ class KeywordGroup(NamedTuple):
 def with_older_keywords[**P, R](
     **groups: KeywordGroup,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: the older keywords of each named group still work, with a DeprecationWarning.
+    """Decorates a function so that each group's older keywords work, with a DeprecationWarning.
 
-    A group is made where one of its older keywords is not None.
+    The decorator builds a group if one of its older keywords is not None.
 
     Raises:
-        TypeError: later, of a call that has a group and one of its older keywords, or not all
-            keywords that the group needs.
+        TypeError: Raised later, by a call that passes a group together with one of its older
+            keywords, or omits a keyword that the group needs.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -62,7 +62,7 @@ def with_older_keywords[**P, R](
 
 
 def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`: its older names are the new ones, with a DeprecationWarning."""
+    """Returns a module's `__getattr__` that maps older names to new ones and warns."""
 
     def get(name: str) -> Any:
         if name not in names:
@@ -74,5 +74,5 @@ def renamed_names(module: str, names: Mapping[str, str]) -> Callable[[str], Any]
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warns, at the line of whoever asked for it, that a public name has another name now."""
+    """Warns, at the caller's line, that a public name has been renamed."""
     warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=3)

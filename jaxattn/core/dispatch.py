@@ -1,7 +1,7 @@
-"""Dispatch of an op: the first implementation that accepts the arguments, or the named one.
+"""Dispatch of an op: the first implementation that accepts the arguments, or the requested one.
 
-An implementation refuses by raising `Refusal` with its reason before it traces. Any other error, a
-`NotImplementedError` of JAX's included, is an error of the call. Where a GPU's kernel refuses and
+An implementation refuses a call by raising `Refusal` with the reason before it traces. Any other
+error, including JAX's `NotImplementedError`, is an error of the call. If a GPU's kernel refuses and
 another implementation runs instead, a warning at the caller's line says so.
 """
 
@@ -18,40 +18,41 @@ from jaxattn.core.reverse_mode import in_reverse_mode_only
 
 Implementation = Literal["mosaic_gpu", "mosaic_gpu_interpret", "xla"]
 
-# Runs only when it is named: the Mosaic GPU kernel under JAX's interpreter, on any device, slowly.
-# It needs a host thread for each thread of the kernel: on a machine of few cores set the
-# environment variable PJRT_NPROC=16 before JAX is imported, or it may wait for ever.
+# Runs only on request: the Mosaic GPU kernel under JAX's interpreter, slowly, on any device. The
+# interpreter needs a host thread for each thread of the kernel. On a machine with few cores set the
+# environment variable PJRT_NPROC=16 before importing JAX, or it may deadlock.
 ONLY_BY_NAME = ("mosaic_gpu_interpret",)
 PACKAGE = str(package_path.PACKAGE) + os.sep
 JAX = os.path.dirname(jax.__file__) + os.sep
 
 
-# With `traced_for_hopper(True)`, ops that are traced choose what a Hopper GPU runs, whatever device
-# is there. For shapes alone: what was traced so can run on such a GPU only. JAX knows of it, and
-# takes no trace from outside.
+# With `traced_for_hopper(True)`, tracing chooses the ops of a Hopper GPU on any device. Use the
+# context only for shapes, because the traced code can run only on such a GPU. The context is part
+# of JAX's trace cache key, so JAX does not reuse a trace from outside.
 traced_for_hopper = jax.make_user_context(default_value=False)
-# With `kernels_untraced(True)`, a kernel that is traced is its operands and results, without its
-# body: for what a step takes, and nothing that runs. Bodies are three quarters of a trace's time.
+# With `kernels_untraced(True)`, a traced kernel has operands and results, but no body. Use the
+# context only to count a step's memory, since the code cannot run. Bodies take three quarters of
+# the tracing time.
 kernels_untraced = jax.make_user_context(default_value=False)
 
 
 class Refusal(NotImplementedError):
-    """An implementation does not serve these arguments on this machine; the message says why."""
+    """An implementation does not support these arguments on this machine; the message says why."""
 
 
 def dispatch[T](
     op: str, implementation: Implementation | None, candidates: Mapping[str, Callable[[], T]]
 ) -> T:
-    """Runs the named candidate, or with `None` the first that does not refuse.
+    """Runs the requested candidate, or for `None` the first one that does not refuse.
 
     Args:
-        op: the op's public name, for messages.
-        implementation: one of the candidates' names, or `None` for the best.
-        candidates: name -> thunk, best first.
+        op: The op's public name, for messages.
+        implementation: Name of a candidate, or `None` for the best available.
+        candidates: Maps names to thunks, best first.
 
     Raises:
-        ValueError: no candidate has that name.
-        Refusal: the named implementation refuses; the message says why.
+        ValueError: No candidate has that name.
+        Refusal: The requested implementation does not support this call; the message says why.
         ExceptionGroup: `implementation` is `None` and every candidate refuses.
     """
     if implementation is not None:
@@ -81,16 +82,16 @@ def dispatch[T](
 
 
 def warn_of_xla(message: str) -> None:
-    """Warns at the caller's line that XLA computes what a kernel was expected to.
+    """Warns, at the caller's line, that XLA computes something instead of a kernel.
 
-    Python shows a message of a line once. JAX's own frames are skipped: it is JAX that calls a
+    Python shows a message once per line. JAX's own frames are skipped, because JAX calls the
     backward pass.
     """
     warnings.warn(message, skip_file_prefixes=(PACKAGE, JAX))
 
 
 def warn_of_gradient(because: str) -> None:
-    """Warns, where a GPU is differentiated on, that XLA computes a gradient."""
+    """Warns, on a GPU, that XLA computes a gradient."""
     if jax.default_backend() == "gpu" or traced_for_hopper.value:
         warn_of_xla(f"XLA computes the gradient: {because}")
 
@@ -101,10 +102,10 @@ def dispatch_kernel[T](
     kernel: Callable[[bool], T],
     xla: Callable[[], T],
 ) -> T:
-    """Runs an op that has a Mosaic GPU kernel. It chooses and raises as `dispatch` does.
+    """Runs an op that has a Mosaic GPU kernel; chooses and raises as `dispatch` does.
 
     Args:
-        kernel: takes whether JAX's interpreter runs it.
+        kernel: Runs the kernel; its argument is whether to use JAX's interpreter.
     """
     named: dict[str, Callable[[], T]] = {
         "mosaic_gpu": lambda: kernel(False),
@@ -115,7 +116,7 @@ def dispatch_kernel[T](
 
 
 def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callable[[], T]) -> T:
-    """Runs an op that has no kernel; a kernel that is asked for by name is refused."""
+    """Runs an op without a kernel; requesting a kernel by name raises `Refusal`."""
 
     def refuse() -> T:
         raise Refusal(f"{op} has no Mosaic GPU kernel")
@@ -127,11 +128,11 @@ def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callabl
 def with_gradient_of(
     reference: Callable[..., Any], function: Callable[..., Any], *, because: str
 ) -> Any:
-    """`function`, differentiated as `reference` of the same arguments, in reverse mode only.
+    """Gives `function` the gradient of `reference`, in reverse mode only.
 
     Args:
-        because: the op, and the reason why an op whose gradient has a kernel is differentiated so;
-            a warning names it where a GPU is differentiated on.
+        because: The op, and the reason why XLA computes the gradient although the op's gradient may
+            have a kernel. A warning on GPUs contains it.
     """
     differentiable = jax.custom_vjp(function)
 
@@ -147,17 +148,18 @@ def with_gradient_of(
 def without_gradient[T](
     op: str, operands: T, names: str | None = None, *, train_with: str | None = None
 ) -> T:
-    """The operands of a kernel that has no gradient, none of which may be differentiated.
+    """Returns the operands of a kernel without a gradient, so that differentiation raises.
 
     Args:
-        op: the op's public name, for the message.
-        operands: arrays, or a tree of them; None is no array.
-        names: of the arguments that the operands are, a name for each.
-        train_with: the public op that has a gradient.
+        op: The op's public name, for the message.
+        operands: Arrays, or a tree of them; None counts as no array.
+        names: Names of the operands' arguments, separated by spaces, one each.
+        train_with: The public op that has a gradient.
 
     Raises:
-        NotImplementedError: later, where JAX differentiates what depends on one of them. It is no
-            `Refusal`: inside `jax.jit` the implementation was chosen long before.
+        NotImplementedError: Raised later, when JAX differentiates a result that depends on an
+            operand. The error is not a `Refusal`, because inside `jax.jit` the implementation was
+            chosen long before.
     """
     instead = f"train with {train_with}, or " if train_with else ""
 

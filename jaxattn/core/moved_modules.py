@@ -1,4 +1,4 @@
-"""Old paths of modules that the docs named: they import the moved module for one more version."""
+"""Deprecated module paths from the docs, which import the moved module for one more version."""
 
 import importlib
 import importlib.abc
@@ -8,7 +8,7 @@ import types
 import warnings
 from collections.abc import Sequence
 
-# Old name -> new name. They go with version 0.3.
+# Old name -> new name. The old names go with version 0.3.
 MOVED = {
     "jaxattn.engine.crew": "jaxattn.engine.distributed.process_group",
     "jaxattn.engine.outcome": "jaxattn.engine.requests.outputs",
@@ -24,7 +24,7 @@ MOVED = {
     "jaxattn.server.page_files": "jaxattn.server.chat_page",
 }
 
-# Names of those modules that the docs gave -> their names now.
+# Renamed public names of those modules.
 RENAMED = {
     "jaxattn.engine.crew": {"Crew": "ProcessGroup"},
     "jaxattn.ops.norm_linear": {"Unnormed": "PendingNorm"},
@@ -53,6 +53,6 @@ class MovedModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Adds the finder behind Python's own, once per process."""
+    """Adds the finder after Python's own, once per process."""
     if not any(isinstance(finder, MovedModuleFinder) for finder in sys.meta_path):
         sys.meta_path.append(MovedModuleFinder())

@@ -1,4 +1,4 @@
-"""The package's folder: the one place that knows how deep its files are."""
+"""The package's folder, defined only here relative to this file's depth."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Functions whose gradient exists in reverse mode only, with an error that says so.
+"""Functions with a gradient in reverse mode only, and an error that says so in forward mode.
 
 JAX's error for a `jax.custom_vjp` in forward mode names nothing. Here each operand passes through
-an identity. Reverse mode transposes the identity's tangent, and never computes it: what computes it
-is forward mode, and is told the op, the argument and what to use.
+an identity. Reverse mode transposes the identity's tangent without computing it. Forward mode does
+compute it, and gets an error with the op, the argument and the alternative.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _operand_jvp(
     said: str, forward_over_reverse: bool, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
-    # The identity again: the error of forward mode of a gradient is the same.
+    # The identity again, so that forward mode of a gradient raises the same error.
     again = x if forward_over_reverse else _operand(said, forward_over_reverse, x)
     return again, tangent_p.bind(tangent, said=said)
 
@@ -46,18 +46,18 @@ def _operand_jvp(
 def in_reverse_mode_only[**P, T](
     op: str, function: Callable[P, T], *, instead: str = "", forward_over_reverse: bool = False
 ) -> Callable[P, T]:
-    """`function`, of which forward mode gets an error that says what to use.
+    """Returns `function` with an error in forward mode that names an alternative.
 
     Args:
-        op: its public name, for the message, as the names of the function's parameters are.
-        function: with a `jax.custom_vjp`, or one inside.
-        instead: what has a gradient in forward mode: "pass implementation='xla'".
-        forward_over_reverse: whether forward mode of the gradient works, as `jax.hessian` uses it:
-            both passes of `function` are operations of JAX.
+        op: The public name of the function, for the message, which also names its parameters.
+        function: A `jax.custom_vjp`, or a function that contains one.
+        instead: The alternative with a forward-mode gradient: "pass implementation='xla'".
+        forward_over_reverse: Whether forward mode of the gradient works, as `jax.hessian` uses it,
+            because both passes of `function` are JAX operations.
 
     Raises:
-        TypeError: `jax.jvp`, `jax.jacfwd` or `jax.linearize` computes the tangent of an operand; in
-            `jax.jit` when JAX lowers the program.
+        TypeError: `jax.jvp`, `jax.jacfwd` or `jax.linearize` computes the tangent of an operand. In
+            `jax.jit` the error is raised when JAX lowers the program.
     """
     instead = f", or {instead}" if instead else ""
 
@@ -81,7 +81,7 @@ def in_reverse_mode_only[**P, T](
         operands: Any = jax.tree_util.tree_map_with_path(held, args)
         try:
             return function(*operands, **kwargs)
-        except TypeError as error:  # JAX's own, under `jax.vmap` before the operand's
+        except TypeError as error:  # JAX's own, which under `jax.vmap` comes before the operand's
             if "forward-mode autodiff" not in str(error):
                 raise
             raise TypeError(said()) from error

@@ -1,4 +1,4 @@
-"""A layer of a repeated pattern, named so that a kernel works out its number itself."""
+"""A layer of a repeated pattern, in a form from which a kernel computes its index."""
 
 import dataclasses
 from typing import Any
@@ -8,9 +8,10 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class StackedLayer:
-    """A layer of a repeated pattern, `repeat * per_repeat + place`, for the kernel to work out.
+    """A layer of a repeated pattern with the index `repeat * per_repeat + place`.
 
-    In a loop over repeats XLA would run a kernel of its own for each such number.
+    The kernel computes the index, because in a loop over repeats XLA would launch a separate kernel
+    for each.
     """
 
     repeat: jax.Array
@@ -25,14 +26,14 @@ class StackedLayer:
 
 
 def split_layer_index(layer: Any) -> tuple[Any, tuple[int, int], Any]:
-    """(n, (a, b), layer) with `layer = a * n + b` as a number: a kernel takes n, a and b."""
+    """Returns (n, (a, b), index) with `index = a * n + b`; a kernel takes n, a and b."""
     if isinstance(layer, StackedLayer):
         return layer.repeat, (layer.per_repeat, layer.place), layer.index
     return layer, (1, 0), layer
 
 
 def checkable_layer(layer: Any) -> Any:
-    """The number that `check_layer` checks of a layer: a traced `StackedLayer` gives its repeat."""
+    """Returns the number that `check_layer` checks: the repeat of a traced `StackedLayer`."""
     if not isinstance(layer, StackedLayer):
         return layer
     return layer.repeat if isinstance(layer.repeat, jax.core.Tracer) else layer.index

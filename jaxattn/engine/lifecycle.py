@@ -148,15 +148,15 @@ class EngineLifecycle:
             raise ValueError("this engine has no parameters: pass them to start(params)")
         if self._released:
             raise RuntimeError("the engine's caches are released; call resume() before running it")
-        if self._runner is not None and not self._runner.lost and not self._weights.watched:
+        runs = self._runner is not None and not self._runner.lost
+        if runs and not self._weights.watched:
             return
-        weights = self._weights.leaves
-        if self._runner is not None and not self._runner.lost:
+        weights = self._weights.leaves  # raises if an update failed midway, or if leaves are gone
+        if runs:
             return
         self._end_rows(FinishReason.INTERRUPTED)  # their states are lost
-        if isinstance(
-            self._runner, DriverRunner
-        ):  # the other processes wait for this one, and have lost their states too
+        # The other processes wait for this one, and have lost their states too.
+        if isinstance(self._runner, DriverRunner):
             lost = "a step of process 0 failed, and its state is lost; start all processes again"
             self._runner.crew.end_all(lost)
             raise HostError(lost)

@@ -1,1 +1,1 @@
-"""Adapters of jaxattn to other libraries, each behind an extra of its own."""
+"""Adapters of jaxattn to other libraries. Each needs an extra."""

@@ -1,1 +1,2 @@
-"""Mosaic GPU kernels for Hopper, one folder or file each; references are in `jaxattn.ops`."""
+"""Mosaic GPU kernels for Hopper, one folder or file per kernel; `jaxattn.ops` has their
+references."""

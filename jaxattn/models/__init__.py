@@ -1,4 +1,4 @@
-"""Models: what the engine asks of one (base), decoders of blocks, configurations, checkpoints."""
+"""Models: the interface to the engine, decoders built of blocks, configurations and checkpoints."""
 
 from jaxattn.models.caches.layer_cache import CacheSize as CacheSize
 from jaxattn.models.caches.layer_cache import DecodeState as DecodeState

@@ -1,11 +1,11 @@
-"""The interface of a model to the engine: its caches, its scratch and its steps.
+"""The interface between a model and the engine: its caches, its scratch memory and its steps.
 
     prefill_hidden(params, state, batch) -> (hidden [L, T, hidden], state)
     head(params, hidden [N, hidden]) -> logits [N, vocab]
     decode(params, state, batch) -> (logits [B, vocab], state)
     mixed(params, state, prompts, rows, sources) -> (logits [b, vocab], state, hidden [L T, hidden])
 
-The engine, the plan and the seal go through `Model` and `LayerCache`. They name no model and no
+The engine, the plan and the seal use only `Model` and `LayerCache`, and name no specific model or
 kind of cache. docs/adding-a-model.md walks through a complete model.
 """
 
@@ -33,16 +33,16 @@ from jaxattn.parallel import ALONE, DeviceGroup, Parallel, ShardedVocabulary
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeBatch:
-    """The next S tokens of each row, S = 1 unless several tokens are known.
+    """The next S tokens of each row, where S is 1 unless several tokens are known.
 
     Attributes:
         tokens: int32 [B, S].
-        seq_lens: int32 [B], the new tokens included; 0 is a padding row.
-        block_tables: int32 [B, M], pages of the row in order; entries past its length are never
-            read.
-        state_indices: int32 [B], the row's state slot; -1 is a padding row.
-        write_indices: int32 [B, S], the slots that take the states behind each of the tokens;
-            None writes the last to the slot that was read.
+        seq_lens: int32 [B], the lengths of the rows with the new tokens; 0 marks a padding row.
+        block_tables: int32 [B, M], the pages of each row in order; entries past its length are
+            never read.
+        state_indices: int32 [B], the state slot of each row; -1 marks a padding row.
+        write_indices: int32 [B, S], the slots that receive the states after each token. None writes
+            the last state to the slot that was read.
     """
 
     tokens: Int[Array, "B S"]
@@ -59,13 +59,14 @@ class PrefillBatch:
 
     Attributes:
         tokens: int32 [L, T].
-        query_lens: int32 [B], tokens of the piece; 0 is a padding row.
+        query_lens: int32 [B], the number of tokens in each row's piece; 0 marks a padding row.
         seq_lens: int32 [B], the row's length after the piece. A row whose `seq_lens` equals its
             `query_lens` is fresh: it starts from zero states, whatever its slot holds.
         block_tables: int32 [B, M].
-        state_indices: int32 [B]; -1 is a padding row.
-        lines: int32 [L], the row of each line, ascending; B is a line of no row. A row's tokens go
-            on from one of its lines to the next. None: each row has one line, and L is B.
+        state_indices: int32 [B]; -1 marks a padding row.
+        lines: int32 [L], the row of each line, ascending; B for a line without a row. A row's
+            tokens continue from one of its lines to the next. None means that each row has one
+            line, so that L is B.
     """
 
     tokens: Int[Array, "L T"]
@@ -77,69 +78,72 @@ class PrefillBatch:
 
     @property
     def layout(self) -> PromptLines:
-        """Where the rows' tokens are."""
+        """The positions of the rows' tokens in the lines."""
         lens = self.query_lens, self.seq_lens
         return PromptLines.of(self.lines, *lens, self.tokens.shape[1])
 
     def sampled(self, sources: Int[Array, "b"], *, beside_rows: bool) -> Int[Array, "b"]:
-        """Of each line of logits, which token it is of: of all tokens, and b rows' tokens behind
-        them if the step has those; see `Model.mixed`."""
+        """Returns, for each line of logits, the index of the token that it belongs to.
+
+        The index counts all tokens of the prompts, followed by one token of each of b rows if
+        `beside_rows`; see `Model.mixed`.
+        """
         at = self.layout.last[jnp.maximum(sources, 0)]
         if not beside_rows:
             return at
         return jnp.where(sources >= 0, at, self.tokens.size + jnp.arange(len(sources)))
 
     def in_one_line(self) -> "PrefillBatch":
-        """The same with one line for each row, as long as all lines together."""
+        """Returns the same batch with one line per row, as long as all lines together."""
         if self.lines is None:
             return self
         return dataclasses.replace(self, tokens=self.layout.to_rows(self.tokens), lines=None)
 
 
 class Model(abc.ABC):
-    """A decoder as the engine sees it. Two equal models share their executables.
+    """A decoder as the engine sees it. Equal models share their compiled steps.
 
-    A model is hashable: a frozen dataclass of its configuration, as `DecoderModel` is.
+    A model must be hashable: a frozen dataclass of its configuration, such as `DecoderModel`.
     """
 
     @property
     @abc.abstractmethod
     def vocab_size(self) -> int:
-        """Tokens are from 0 to `vocab_size` - 1."""
+        """The number of token ids, which range from 0 to `vocab_size` - 1."""
 
     @property
     def parallel(self) -> Parallel:
-        """The layout of the GPUs of which this model is one's."""
+        """The layout of the GPUs that share the model; this model is one GPU's share."""
         return ALONE
 
     @property
     def vocabulary(self) -> ShardedVocabulary:
-        """The tokens that the steps of one GPU return logits of."""
+        """The tokens for which one GPU's steps return logits."""
         return ShardedVocabulary(self.vocab_size)
 
     @property
     def logit_columns(self) -> int:
-        """Of the logits of all GPUs; what lies behind the last token is -inf."""
+        """The number of logits of all GPUs together; those past the last token are -inf."""
         return self.vocabulary.columns * self.vocabulary.parts
 
     @property
     @abc.abstractmethod
     def max_position_embeddings(self) -> int:
-        """The longest row in tokens. Nothing is allocated by it."""
+        """The maximum length of a row in tokens. No allocation depends on it."""
 
     @property
     @abc.abstractmethod
     def caches(self) -> tuple[LayerCache, ...]:
-        """What the layers keep of the rows."""
+        """The caches in which layers keep data of the rows."""
 
     @abc.abstractmethod
     def param_shapes(self) -> Any:
-        """The parameters as shapes and dtypes, before `pack`."""
+        """Returns the parameters as shapes and dtypes, before `pack`."""
 
     @property
     @abc.abstractmethod
     def hidden_shape(self) -> jax.ShapeDtypeStruct:
-        """[hidden] and dtype of a token of `prefill_hidden`."""
+        """The shape [hidden] and dtype of one token in the result of `prefill_hidden`."""
 
     @abc.abstractmethod
     def prefill_hidden(
@@ -150,15 +154,15 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "L T hidden"], DecodeState]:
-        """A piece of each row's prompt.
+        """Processes a piece of each row's prompt.
 
         Returns:
-            What the head reads of each token (that of 0 at padding), and the state.
+            The head's input for each token (at padding, that of a zero stream), and the state.
         """
 
     @abc.abstractmethod
     def head(self, params: Any, hidden: Float[Array, "N hidden"]) -> Float[Array, "N vocab"]:
-        """Float32 logits of tokens, of what `prefill_hidden` gives."""
+        """Returns float32 logits of tokens, from the result of `prefill_hidden`."""
 
     def prefill(
         self,
@@ -168,7 +172,7 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """A piece of each row's prompt.
+        """Processes a piece of each row's prompt.
 
         Returns:
             Float32 logits of each row's last valid token, and the state.
@@ -185,7 +189,7 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], DecodeState]:
-        """The next tokens of each row.
+        """Processes the next tokens of each row.
 
         Returns:
             Float32 logits of each row's last token (0 for a padding row), and the state.
@@ -201,21 +205,21 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "b vocab"], DecodeState, Float[Array, "N hidden"]]:
-        """Pieces of prompts, and the next token of other rows, in one step.
+        """Processes pieces of prompts and the next token of other rows in one step.
 
-        A model that has no such step of its own runs its two others, one after the other.
+        By default this runs `prefill_hidden` and `decode` one after the other.
 
         Args:
-            prompts: rows, none of which is among `rows`.
-            rows: b rows with one token each; None where the step has prompts alone.
-            sources: int32 [b], which row of `prompts` has the logits of each line; -1 is the row of
-                the same number in `rows`.
+            prompts: Rows that are not among `rows`.
+            rows: b rows with one token each, or None if the step has only prompts.
+            sources: int32 [b], the row of `prompts` whose logits each line returns; -1 means the
+                row with the same index in `rows`.
 
         Returns:
-            Float32 logits of each line: those after the last token of its row; the state; and what
-            the head reads of each token of `prompts`.
+            Float32 logits of each line, those after the last token of its row; the state; and the
+            head's input for each token of `prompts`.
         """
-        # What is named is for decoding: prefill's kernels refuse other models.
+        # A kernel requested by name is for decoding: prefill's kernels reject some models.
         chosen = implementation if implementation == "xla" else None
         lines, each = prompts.layout, prompts.in_one_line()
         found, state = self.prefill_hidden(params, state, each, implementation=chosen)
@@ -234,19 +238,21 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S vocab"], DecodeState, Float[Array, "B S hidden"]]:
-        """As `decode`, with the logits of each of the new tokens, for drafts, and what the head
-        read of them.
+        """Does the same as `decode`, but returns the logits of each new token, for drafts.
+
+        Returns:
+            Float32 logits of each token, the state, and the head's input for each token.
 
         Raises:
-            TypeError: the model has no such step.
+            TypeError: The model has no such step.
         """
         raise TypeError(f"{type(self).__name__} has no decode_each, which drafts need")
 
-    # --- of a model with a draft head (`DraftHead`), which has the cache `DraftInputs`
+    # --- for a model with a draft head (`DraftHead`), which has the cache `DraftInputs`
 
     @property
     def has_draft_head(self) -> bool:
-        """Whether the model guesses tokens itself, by the three functions below."""
+        """Whether the model guesses tokens itself, by the three methods below."""
         return False
 
     def mixed_hidden(
@@ -258,8 +264,7 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "N hidden"], DecodeState]:
-        """What the head reads of each token of the prompts' lines, and of the rows behind them; and
-        the state."""
+        """Returns the head's input for the tokens of prompts, then rows; and the state."""
         raise TypeError(f"{type(self).__name__} has no draft head")
 
     def draft(
@@ -272,16 +277,16 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], Float[Array, "B hidden"], DecodeState]:
-        """Guesses the token behind each row's token at `last`.
+        """Guesses the token after each row's token at `last`.
 
         Args:
-            batch: the tokens that follow those of `hidden`, at the places of these.
-            hidden: what the head read of tokens that are cached, or what this gave of a guess.
+            batch: The tokens that follow those of `hidden`, at the positions of the latter.
+            hidden: The head's input for cached tokens, or this method's second result for a guess.
             last: int32 [B], below S.
 
         Returns:
-            Float32 logits of the guess; what the next guess reads in the place of `hidden`; and the
-            state, in which the draft head has cached the tokens.
+            Float32 logits of the guess; the `hidden` for the next guess; and the state, in which
+            the draft head has cached the tokens.
         """
         raise TypeError(f"{type(self).__name__} has no draft head")
 
@@ -294,28 +299,29 @@ class Model(abc.ABC):
         *,
         implementation: Implementation | None = None,
     ) -> DecodeState:
-        """The state in which the draft head has cached the tokens of prompts.
+        """Returns the state after the draft head has cached the prompts' tokens.
 
         Args:
-            prompts: with the token that follows each token in its place.
-            hidden: what the head reads of each token.
+            prompts: The prompts, with each token replaced by the one that follows it.
+            hidden: The head's input for each token.
         """
         raise TypeError(f"{type(self).__name__} has no draft head")
 
     def scratch(
         self, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
     ) -> tuple[ArenaSpec, ...]:
-        """The scratch of each op of a decode step of `rows` rows of up to `max_pages` pages."""
+        """Returns the scratch of each op of a decode step of `rows` rows."""
         return ()
 
     def with_cache_format(self, name: str, native_layers: int = 0) -> "Model":
-        """The same model with caches in a format of `CACHE_FORMATS`.
+        """Returns the same model with caches in a format of `CACHE_FORMATS`.
 
         Args:
-            native_layers: so many first and so many last layers keep the cache that they have.
+            native_layers: Number of first and of last layers that keep their own cache format.
 
         Raises:
-            ValueError: it has no such format; those that it has are named.
+            ValueError: The model does not support the format; the message names those that it
+                supports.
         """
         if name != "auto" or native_layers:
             raise ValueError(
@@ -325,28 +331,29 @@ class Model(abc.ABC):
         return self
 
     def with_batch_invariance(self) -> "Model":
-        """The same model, whose decode steps give a row the same bits whatever rows are beside it.
-        A model whose steps do so anyway is the same."""
+        """Returns the model with decode steps in which a row's bits do not depend on others."""
         return self
 
     def for_cpu(self) -> "Model":
-        """The same model, whose caches lie as a CPU writes them in place: FP8 numbers as bits."""
+        """Returns the same model with caches that a CPU can write in place: FP8 numbers as bits."""
         return self
 
     def without_peer_memory(self) -> "Model":
-        """The same model, whose kernels reach the memory of no other GPU."""
+        """Returns the same model with kernels that do not access other GPUs' memory."""
         return self
 
     def pack(self, params: Any) -> Any:
-        """The parameters as the steps read them fastest. The engine calls it once, on loading."""
+        """Returns the parameters in the form that steps read fastest; called once, at load time."""
         return params
 
     def copies(self, params: Any) -> Any:
-        """Arrays, or shapes, of what packed parameters have more numbers than the parameters: small
-        weights a second time, and zeros beside matrices of odd widths."""
+        """Returns the arrays, or shapes, that packed parameters have in addition to the parameters.
+
+        These are second copies of small weights, and zeros that pad matrices of odd widths.
+        """
         return ()
 
-    # --- on several GPUs, of the model that `models.divided` returns
+    # --- on several GPUs, for the model that `models.divided` returns
 
     @property
     def whole(self) -> "Model":
@@ -364,15 +371,16 @@ class Model(abc.ABC):
         return jax.tree.map(lambda _: PartitionSpec(), self.param_shapes())
 
     def place_params(self, params: Any, group: DeviceGroup) -> Any:
-        """The whole model's parameters over a group, each GPU's share on its device."""
+        """Distributes the whole model's parameters over a group, each GPU's share on its device."""
         raise TypeError(f"{type(self).__name__} supports only one GPU")
 
     def joined_param(self, path: Any, leaf: Array) -> Array:
-        """A whole model's parameter as an array over the group has it: the GPUs' shares, one after
-        another along each axis that is divided.
+        """Returns a whole model's parameter in the layout of an array over the group.
+
+        That layout concatenates the GPUs' shares along each sharded axis.
 
         Args:
-            path: of the parameter, in a tree of JAX.
+            path: Path of the parameter in a JAX tree.
         """
         return leaf
 
@@ -388,43 +396,43 @@ class Model(abc.ABC):
 
     @property
     def kernels(self) -> Mapping[str, str]:
-        """Decode op -> its kernel's name in a compiled step."""
+        """The kernel name of each decode op in a compiled step."""
         return {}
 
 
 def _tokens(hidden: Float[Array, "L T hidden"]) -> Float[Array, "N hidden"]:
-    """The tokens of all lines as one list."""
+    """Returns the tokens of all lines as one list."""
     return hidden.reshape(-1, hidden.shape[-1])
 
 
 def overlaid(specs: Iterable[ArenaSpec]) -> ArenaSpec:
-    """The arena of ops that run one after another: the maximum, whatever runs first."""
+    """Returns the arena of ops that run one after another: the maximum of their specs."""
     return reduce(or_, specs, ArenaSpec())
 
 
 def scratch_spec(
     model: Model, rows: int, *, max_pages: int, q_len: int = 1, page_size: int = PAGE_SIZE
 ) -> ArenaSpec:
-    """What one decode step needs, however many layers there are: the ops' scratch, overlaid."""
+    """Returns the scratch that one decode step needs for any number of layers: the ops' maximum."""
     return overlaid(model.scratch(rows, max_pages=max_pages, q_len=q_len, page_size=page_size))
 
 
 def init_state(model: Model, size: CacheSize, spec: ArenaSpec) -> DecodeState:
-    """Zeroed caches and an arena. Under `jax.eval_shape` it says the bytes without a device."""
+    """Returns zeroed caches and an arena; `jax.eval_shape` gives the bytes without a device."""
     return DecodeState(
         Arena.allocate(spec), {cache.name: cache.init(size) for cache in model.caches}
     )
 
 
 def check_params(shapes: Any, params: Any) -> None:
-    """Raises ValueError, with all differences, unless `params` have these shapes and dtypes."""
+    """Raises ValueError with all differences unless `params` have these shapes and dtypes."""
     expected = {name: (shape,) for name, shape in named_params(shapes).items()}
     if wrong := param_differences(expected, named_params(params)):
         raise ValueError("; ".join(wrong))
 
 
 def named_params(params: Any) -> dict[str, Any]:
-    """Name -> parameter, of a tree, an nnx state or an nnx module; "segments.0.norm.weight"."""
+    """Maps names ("segments.0.norm.weight") to parameters of a tree, nnx state or nnx module."""
     tree = nnx.state(params) if isinstance(params, nnx.Module) else params
     return {
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
@@ -435,7 +443,7 @@ def named_params(params: Any) -> dict[str, Any]:
 def param_differences(
     expected: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]], found: Mapping[str, Any]
 ) -> list[str]:
-    """How named parameters differ from those that are expected, each of one of several shapes."""
+    """Describes how named parameters differ from the expected ones, each of several shapes."""
     wrong = []
     for name, shapes in expected.items():
         leaf = found.get(name)
@@ -456,12 +464,12 @@ def _described(leaf: Any) -> str:
 
 
 def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
-    """Options for a `jax.jit` around a step; None where there is nothing to set.
+    """Returns options for the `jax.jit` of a step, or None if there is nothing to set.
 
     XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
-    dot merger does so to join two products with one left side. Rematerialization counts a state
-    that fills the device twice, as argument and as result, and computes parts of the step again to
-    save what is no temp at all.
+    dot merger does so to join two products with one left operand. Rematerialization counts a
+    donated state twice, as argument and as result. If the state fills the device, XLA would
+    recompute parts of the step to save memory that is not a temp.
     """
     if backend != "gpu":
         return None
@@ -479,13 +487,13 @@ def jit_step(
     backend: str | None = None,
     out_shardings: Any = None,
 ) -> Any:
-    """A step jitted as (params, state, batch) -> (logits, state), the state donated.
+    """Jits a step as (params, state, batch) -> (logits, state), with the state donated.
 
     Args:
-        step: a model's `decode` or `prefill`.
-        backend: "cpu" or "gpu", for the compiler options; None is JAX's default backend.
-        out_shardings: shardings of all that the step returns, over several devices. Without them
-            XLA gives a donated buffer to any output of as many bytes.
+        step: The `decode` or `prefill` method of a model.
+        backend: "cpu" or "gpu", for the compiler options. None means JAX's default backend.
+        out_shardings: Shardings of the step's results over several devices. Without them XLA may
+            assign a donated buffer to any output of the same size.
     """
     if implementation is not None:
         step = partial(step, implementation=implementation)

@@ -87,19 +87,19 @@ FAMILIES: dict[str, ModuleType] = {
 
 type WeightsFormat = Literal["fp8", "4bit", "bfloat16"]
 WEIGHTS_FORMATS = ("fp8", "4bit", "bfloat16")
-# What matrices beside the experts are kept in where a checkpoint has them in FP8.
+# The default format of matrices other than experts in an FP8 checkpoint.
 DENSE: WeightsFormat = "fp8"
 EMBEDDING = ("embedding",)  # the parameter
 
 
 class PublishedModel(NamedTuple):
-    """What a config.json says.
+    """A model read from config.json, with its family and the form of its weights.
 
     Attributes:
-        family: the file that knows it.
-        skipped: beginnings of the names of tensors that are not read.
-        quantization: of the weights.
-        compared: a tied head that the folder stores is known to equal the embedding.
+        family: The module that implements the model's family.
+        skipped: Prefixes of the names of tensors that are not read.
+        quantization: Quantization of the weights.
+        compared: Whether a tied head stored in the folder is known to equal the embedding.
     """
 
     model: DecoderModel
@@ -109,10 +109,11 @@ class PublishedModel(NamedTuple):
     compared: bool = False
 
     def placed(self, names: Collection[str] = ()) -> list[WeightMapping]:
-        """Where each tensor goes.
+        """Returns the destination of each tensor.
 
         Args:
-            names: of a folder's tensors; of several spellings of a model, it has one.
+            names: The names of the folder's tensors, which determine the spelling of a model's
+                names.
         """
         prefix = TensorPrefix.of(names)
         plain = {prefix.plain(name) for name in names}
@@ -124,7 +125,7 @@ class PublishedModel(NamedTuple):
         if not self.model.spec.tie_embeddings:
             return spelled
         head = f"{prefix.head}weight"
-        # A folder may have the one matrix under the head's name.
+        # A folder may store the shared matrix under the head's name.
         return [
             dataclasses.replace(each, name=head)
             if each.key == EMBEDDING and each.name not in names and head in names
@@ -133,39 +134,39 @@ class PublishedModel(NamedTuple):
         ]
 
     def _stored(self, placed: WeightMapping) -> WeightEncoding | None:
-        """As what a weight has to be stored: tiles of INT4 as its quantization packs them."""
+        """Returns the encoding in which a weight must be stored, with INT4 tiles as quantized."""
         of = INT4.get(self.quantization) if self.quantization else None
         if of is not None and isinstance(placed.stored, FourBitEncoding):
             return dataclasses.replace(placed.stored, of=of)
         return placed.stored
 
     def unread(self, names: Collection[str]) -> tuple[str, ...]:
-        """Beginnings of a folder's names that are not read, as the folder spells them."""
+        """Returns prefixes of names that are not read, as the folder spells them."""
         prefix = TensorPrefix.of(names)
         found = (*self.skipped, *map(prefix.spelled, self.skipped))
-        # A tied head that is stored again equals the embedding.
+        # The folder stores the tied head again; it equals the embedding.
         return (*found, f"{prefix.head}weight") if self.model.spec.tie_embeddings else found
 
     def embedding_and_head(self, names: Collection[str]) -> tuple[str, str]:
-        """The names of both matrices, as the folder spells them."""
+        """Returns the names of both matrices, as the folder spells them."""
         [embedding] = (each.name for each in self.placed(names) if each.key == EMBEDDING)
         return embedding, f"{TensorPrefix.of(names).head}weight"
 
     def untied(self) -> "PublishedModel":
-        """The same with a head of its own."""
+        """Returns the same model with a separate head."""
         spec = dataclasses.replace(self.model.spec, tie_embeddings=False)
         return self._replace(model=dataclasses.replace(self.model, spec=spec))
 
     @property
     def forms(self) -> list[FourBitFormat | None]:
-        """Of each layer with experts."""
+        """The 4-bit format of each layer with experts, or None."""
         return _forms(self.model)
 
     def as_stored(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """The same, in which FP8 linears and experts of 4 bits are floats if the folder has those.
+        """Returns the model with floats for FP8 and 4-bit weights that the folder has as floats.
 
         Args:
-            dtypes: of a folder's tensors, by name.
+            dtypes: The dtypes of the folder's tensors, by name.
         """
         published = self._with_stored_tiles(dtypes)._with_stored_four_bit_linears(dtypes)
         floats = in_floats(published.model.spec, published.placed(dtypes), dtypes)
@@ -174,7 +175,10 @@ class PublishedModel(NamedTuple):
         return published._replace(model=with_fp8_linears(published.model, floats))
 
     def _with_stored_four_bit_linears(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """The same for linears beside the experts; one that is floats in a layer is so in all."""
+        """Gives 4-bit linears the dtype of the folder's scales.
+
+        A linear that the folder stores as a float in one layer becomes a float in all layers.
+        """
         spec, scales_of = self.model.spec, dict[str, set[str | None]]()
         form: FourBitFormat | None = None
         for each in self.placed(dtypes):
@@ -194,8 +198,10 @@ class PublishedModel(NamedTuple):
         return self._replace(model=with_four_bit_linears(self.model, kept or form, floats))
 
     def _with_stored_tiles(self, dtypes: Mapping[str, str]) -> "PublishedModel":
-        """The same, in which experts of 4 bits have the scales' dtype that the folder has. Layers
-        whose experts the folder has otherwise become floats."""
+        """Gives 4-bit experts the dtype of the folder's scales.
+
+        Experts of layers that the folder stores in another way become floats.
+        """
         if not any(self.forms):
             return self
         layers: dict[Key, set[str | None]] = {}
@@ -209,10 +215,10 @@ class PublishedModel(NamedTuple):
 
 
 def family_of(fields: ConfigFields) -> ModuleType:
-    """The file that knows a config.json.
+    """Returns the module of the family that a config.json names.
 
     Raises:
-        ConfigError: no family has its `model_type`; the message lists those that are supported.
+        ConfigError: No family has its `model_type`; the message lists the supported types.
     """
     kind = fields.values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -229,18 +235,18 @@ def read_model(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> PublishedModel:
-    """The model of a config.json, and where its tensors go.
+    """Returns the model of a config.json, and where its tensors go.
 
     Args:
-        experts: what routed experts are kept in; None: as they are stored, and bfloat16 where no
-            kernel reads their shapes.
-        dense: likewise of the matrices beside them: those that are stored so and that a kernel
-            reads stay quantized, and others become bfloat16.
-        draft_head: with the head that guesses tokens (MTP).
+        experts: Format of routed experts in memory. None keeps the stored format, or uses bfloat16
+            if no kernel supports the shapes.
+        dense: Format of the other matrices. None keeps those quantized that are stored so and that
+            a kernel supports; the rest becomes bfloat16.
+        draft_head: Whether to include the draft head (MTP).
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented, or the weights are not
-            stored in the format that is asked for; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented, or the weights are not
+            stored in the requested format; the message names it.
     """
     family = family_of(fields)
     model, quantization = read_decoder(fields, experts, dense, draft_head)
@@ -253,7 +259,7 @@ def read_decoder(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> tuple[DecoderModel, Quantization | None]:
-    """The model of a config.json and the quantization of its weights, as `read_model`."""
+    """Returns the model of a config.json and the quantization of its weights, as `read_model`."""
     family, fields = family_of(fields), fields.text()
     quantization = read_quantization(fields)
     form = four_bit_format(quantization, fields)
@@ -312,7 +318,7 @@ def _with_draft_head(model: DecoderModel, family: ModuleType, fields: ConfigFiel
 
 
 def with_experts(model: DecoderModel, chosen: Callable[[MoE], WeightFormat | None]) -> DecoderModel:
-    """The model whose routed experts are in the format that is chosen for each layer's."""
+    """Returns the model with routed experts in the format that `chosen` returns for each layer."""
 
     def changed(block: Block) -> Block:
         if not isinstance(block.feed_forward, MoE):
@@ -326,13 +332,13 @@ def with_experts(model: DecoderModel, chosen: Callable[[MoE], WeightFormat | Non
 
 
 def _where_it_fits(form: FourBitFormat, hidden: int, moe: MoE) -> FourBitFormat | None:
-    """Of experts that are whole tiles; others become floats."""
+    """Returns the format if the experts consist of whole tiles, else None for floats."""
     fits = form.fits(moe.expert_size, hidden) and form.fits(hidden, moe.expert_size)
     return form if fits else None
 
 
 def _is_float(fields: ConfigFields, name: str) -> bool:
-    """Whether config.json says that the weight of this name is not in INT4."""
+    """Returns whether config.json excludes the weight of this name from INT4."""
     module = name.removesuffix(".weight")
     return ignored(fields, module) or is_listed(module, listed_floats(fields))
 
@@ -340,7 +346,7 @@ def _is_float(fields: ConfigFields, name: str) -> bool:
 def _without_tiles(
     model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
 ) -> DecoderModel:
-    """The model in which layers with experts of these names have no tiles."""
+    """Returns the model in which layers whose experts `floats` names have no tiles."""
     layers: dict[Key, set[str | None]] = {}
     for each in placed:
         if isinstance(each.stored, FourBitEncoding) and linear_of(model.spec, each.key) is None:
@@ -350,8 +356,10 @@ def _without_tiles(
 
 
 def _with_tiles(model: DecoderModel, layers: Mapping[Key, set[str | None]]) -> DecoderModel:
-    """The model whose experts of 4 bits have scales of these dtypes, by layer. Layers whose experts
-    have several, or None, become floats."""
+    """Returns the model whose 4-bit experts have scales of these dtypes, by layer.
+
+    Experts of layers with several dtypes, or with None, become floats.
+    """
     blocks = []
     for place, block in zip(layer_places(model.spec), model.spec.blocks, strict=True):
         kind = block.feed_forward

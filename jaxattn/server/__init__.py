@@ -1,10 +1,10 @@
 """An OpenAI-compatible server on the engine: `python -m jaxattn.serve --port 8000`.
 
-    client -> uvicorn, one thread of asyncio: reads, checks and queues    (app, routes, admission)
+    client -> uvicorn, one asyncio thread: reads, checks and queues       (app, routes, admission)
                  | requests and aborts                ^ events, once per step
                  v                                    |
-              device thread: owns the engine and its steps                (worker)
+              device thread: owns the engine and runs its steps           (worker)
 
-Tokens become text on the asyncio side. Nothing that a client does makes the device thread wait.
-The package's extra `server` has what this room imports; `import jaxattn` imports none of it.
+The asyncio thread detokenizes. Nothing that a client does makes the device thread wait. The
+`server` extra installs the dependencies of this package; `import jaxattn` imports none of them.
 """

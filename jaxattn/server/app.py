@@ -1,7 +1,7 @@
-"""The ASGI application: its paths, and what every request passes before it reaches one.
+"""The ASGI application: its routes, and the middleware that every request passes before a route.
 
-Everything around the routes is plain ASGI. Starlette's BaseHTTPMiddleware would hide a leaving
-client from the handlers.
+The middleware is plain ASGI, because Starlette's BaseHTTPMiddleware would hide a client's
+disconnect from the handlers.
 """
 
 import functools
@@ -64,7 +64,7 @@ DELETE: dict[str, Call] = {"/v1/responses/{response_id}": delete_response}
 
 
 def build(service: Service) -> ASGIApp:
-    """The application of one service."""
+    """Returns the ASGI application of a service, with its routes and middleware."""
     settings = service.settings
 
     def route(path: str, handler: Callable[[HttpRequest], Awaitable[None]], method: str) -> Route:
@@ -93,7 +93,7 @@ def build(service: Service) -> ASGIApp:
 
 
 def _of_starlette(request: Request, error: Exception) -> Response:
-    """Its 404 and 405 in OpenAI's form."""
+    """Returns Starlette's 404 or 405 error in OpenAI's format."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message = f"this server has no path {request.url.path[:200]!r}"

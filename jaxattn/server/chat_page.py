@@ -1,4 +1,4 @@
-"""Files of the chat page, and the policy that a browser applies to them."""
+"""The files of the chat page, and the content security policy that the browser applies to them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Everything comes from this server. Trusted types make the browser refuse text as markup.
+# The page loads nothing from elsewhere. With trusted types, the browser rejects text as markup.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -36,7 +36,7 @@ HEADERS = {
 
 
 def page_files() -> dict[str, Path]:
-    """Path of a request -> file."""
+    """Returns the page's files by request path."""
     files = sorted(path for path in PAGE.rglob("*") if path.suffix in TYPES)
     found = {PREFIX + path.relative_to(PAGE).as_posix(): path for path in files}
     return {"/": found.pop(PREFIX + "index.html"), **found}

@@ -11,24 +11,26 @@ MOST_STOP_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How a server listens, and what it refuses.
+    """The address, access control, limits and timeouts of a server.
 
     Attributes:
-        names: of the model; the first is the one that answers carry.
-        keys: that a client may use; none lets everyone in.
-        origins: web sites whose pages may call this server.
-        max_waiting: choices that may wait beside those that the batch has rows for.
-        max_waiting_tokens: prompt tokens that may wait for their first token; None sets no limit.
-        max_body_bytes: of a request.
-        body_seconds: for a request's head to arrive, and then for its body.
-        queue_seconds: for the first token to come; None waits for ever.
-        request_seconds: for the whole answer; None sets no limit.
-        write_seconds: for a client to take one piece of an answer.
-        ping_seconds: between comments that keep an idle stream open.
-        drain_seconds: for running requests to end after SIGTERM.
-        stuck_seconds: that one step of the engine may take; after that the process ends.
-        tool_parser: name of the format of tool calls; None recognises it from the chat template.
-        access_log: one line for each request, without prompts and answers.
+        host, port: The address to listen on. Port 0 picks a free port.
+        names: The names of the served model. Responses carry the first one.
+        keys: The API keys that the server accepts. Without keys, it accepts every client.
+        origins: The web origins whose pages may call this server.
+        max_waiting: The number of choices that may wait in addition to those with a row.
+        max_waiting_tokens: The limit on the prompt tokens of requests that wait for their first
+            token; None for no limit.
+        max_body_bytes: The maximum size of a request's body.
+        body_seconds: The time limit for a request's headers, and again for its body.
+        queue_seconds: The time limit for the first token; None for no limit.
+        request_seconds: The time limit for the whole answer; None for no limit.
+        write_seconds: The time in which a client must accept one write.
+        ping_seconds: The interval of the comments that keep an idle stream open.
+        drain_seconds: The time that running requests get to finish after SIGTERM.
+        stuck_seconds: The maximum time of one engine step. After it, the process exits.
+        tool_parser: The name of the tool-call format; None derives it from the chat template.
+        access_log: Whether to log one line per request, without prompts and answers.
     """
 
     host: str = "127.0.0.1"
@@ -51,5 +53,5 @@ class ServerSettings:
 
     @property
     def local(self) -> bool:
-        """Whether none but this machine can connect."""
+        """Whether only clients on this machine can connect."""
         return self.host in LOOPBACK

@@ -15,14 +15,14 @@ from jaxattn.server.runtime.service import Service
 
 
 async def health(service: Service, exchange: HttpRequest) -> None:
-    """200 where requests are served; else 503 with the reason."""
+    """Answers 200 if the server accepts requests, otherwise 503 with the reason."""
     if service.phase is not ServerState.READY:
         raise unavailable(service.phase)
     await exchange.json({"status": str(service.phase)})
 
 
 async def ping(service: Service, exchange: HttpRequest) -> None:
-    """200 for as long as the process answers."""
+    """Answers 200 in every phase of the server."""
     await exchange.json({"status": str(service.phase)})
 
 
@@ -31,12 +31,12 @@ async def version(service: Service, exchange: HttpRequest) -> None:
 
 
 async def load(service: Service, exchange: HttpRequest) -> None:
-    """How many requests are open."""
+    """Answers with the number of open requests."""
     await exchange.json({"server_load": service.admission.open})
 
 
 async def models(service: Service, exchange: HttpRequest) -> None:
-    """The list of names that requests may give."""
+    """Answers with the model names that a request may use."""
     names = service.settings.names
     data = [_model(service, name) for name in names]
     ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
@@ -44,10 +44,10 @@ async def models(service: Service, exchange: HttpRequest) -> None:
 
 
 async def model(service: Service, exchange: HttpRequest) -> None:
-    """One of the names.
+    """Answers with the entry of one model name.
 
     Raises:
-        ApiError: 404, the model has another.
+        ApiError: 404 if the model does not have this name.
     """
     name = exchange.path("model_id")
     service.check_model(JsonFields({"model": name}))
@@ -70,12 +70,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 async def metrics(service: Service, exchange: HttpRequest) -> None:
-    """Everything that is counted, for Prometheus."""
+    """Answers with all metrics in Prometheus' text format."""
     await exchange.whole(service.metrics.text(), 200, {"content-type": CONTENT_TYPE})
 
 
 async def stats(service: Service, exchange: HttpRequest) -> None:
-    """What the page shows; numbers that only grow are sums since the start."""
+    """Answers with the numbers that the chat page shows. The totals count from the start."""
     held, plan = service.metrics.snapshot, service.metrics.plan
     await exchange.json(
         {
@@ -105,7 +105,7 @@ async def stats(service: Service, exchange: HttpRequest) -> None:
 
 
 def _sampling_defaults(service: Service) -> dict[str, float]:
-    """How a request is sampled that does not say it."""
+    """Returns the sampling parameters of a request that sets none."""
     served = service.served
     plain = read_sampling(JsonFields({}), served.defaults, None, vocab_size=served.vocab_size)
     return {

@@ -1,8 +1,8 @@
-"""Runs a service behind uvicorn until a signal: a drain at the first, an end at the second.
+"""Runs a service in uvicorn until a signal: the first one drains the server, the second exits.
 
-Before the model serves, the first signal ends the process too. uvicorn alone would wait for open
-connections without an end, or cut them. Here running answers go on for `drain_seconds`; what is
-left gets an error of its own.
+Until the server is ready, the first signal exits too. uvicorn itself would wait for open
+connections without a limit, or cut them. Here running answers get `drain_seconds` to finish; then
+the remaining ones end with an error.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from jaxattn.server.runtime.watchdog import Watchdog
 from jaxattn.server.settings import ServerSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-SWITCH_SECONDS = 1e-3  # after which a thread lets another run: the device thread waits no longer
+SWITCH_SECONDS = 1e-3  # Python's switch interval: the longest that the device thread waits
 CLOSE_SECONDS = 5
 BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound, so that a port in use is known before a model is loaded.
+    """Returns a listening socket. Bind it first, to detect a port in use before loading a model.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: If the address is not available.
     """
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class UvicornServer(uvicorn.Server):
-    """uvicorn without its own ideas of signals; `run` has ours."""
+    """uvicorn's server without its signal handlers; `run` installs others."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -63,17 +63,17 @@ def run(
     *,
     on_ready: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Serves until a signal or the engine's end.
+    """Serves until a signal arrives or the engine ends.
 
     Args:
-        bound: of `listen`.
-        on_ready: called when requests are served.
+        bound: A socket from `listen`.
+        on_ready: Called when the server begins to accept requests.
 
     Returns:
-        Whether every answer came to its end.
+        Whether every answer was completed.
 
     Raises:
-        What ended the engine.
+        BaseException: The error that ended the engine.
     """
     return asyncio.run(_serve(served, settings, bound, on_ready))
 
@@ -97,7 +97,7 @@ async def _serve(
     def on_signal(number: int) -> None:
         if service.phase is not ServerState.READY:
             print("interrupted", file=sys.stderr, flush=True)
-            os._exit(128 + number)  # a thread may be compiling, which nothing interrupts
+            os._exit(128 + number)  # a thread may be in a compilation, which cannot be interrupted
         service.phase = ServerState.DRAINING
         end()
 
@@ -110,7 +110,7 @@ async def _serve(
     try:
         await service.ready()
         if service.phase is ServerState.READY:
-            sys.setswitchinterval(SWITCH_SECONDS)  # not before: threads compile meanwhile
+            sys.setswitchinterval(SWITCH_SECONDS)  # not earlier: until now, threads compile
             on_ready()
         error = await ending
         whole = await service.drain(settings.drain_seconds)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates, for every model that the package loads.
+"""Tokenizers and chat templates for every model that the package loads.
 
     tokenizer = load("Youtu-LLM-2B")
     tokens = tokenizer.chat([{"role": "user", "content": "Hello"}])
@@ -7,7 +7,7 @@
         print(stream.push(token), end="")
     print(stream.end())
 
-No code of a repository is run, and transformers is not used.
+This package runs no code from a model's repository, and does not use transformers.
 """
 
 from jaxattn.text.gguf_tokenizer import tokenizer_of

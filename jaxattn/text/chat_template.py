@@ -1,4 +1,4 @@
-"""Chat templates: which one of a folder is taken, and what it is given."""
+"""The chat templates of a folder: the choice of a template, and the variables that it gets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,14 +7,14 @@ from jaxattn.text.json_files import TextError
 from jaxattn.text.renderer_process import TemplateRenderer
 from jaxattn.text.tokenizer_config import TemplateFile, TokenizerConfig
 
-# Names of the thoughts in a message; the first that has a text counts.
+# The names of a message's reasoning. The first one that is a string counts.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 FINAL = "\u2063<the content of the last message ends here>\u2063"  # for `continue_final_message`
 
 
 class ChatTemplate:
-    """The templates of a folder, rendered in a process of their own (`TemplateRenderer`)."""
+    """The templates of a folder, rendered in a separate process by a `TemplateRenderer`."""
 
     def __init__(self, settings: TokenizerConfig, renderer: TemplateRenderer | None = None):
         self._templates = settings.templates
@@ -25,12 +25,12 @@ class ChatTemplate:
         self._renderer = renderer or TemplateRenderer()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """Whether the folder has a template."""
         return bool(self._templates)
 
     @property
     def source(self) -> str:
-        """The templates' text, one after another."""
+        """The sources of all templates, joined."""
         return "\n".join(template.source for template in self._templates.values())
 
     def render(
@@ -42,13 +42,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, special tokens included.
+        """Returns the text of a conversation, including special tokens.
 
         Args:
-            continue_final_message: it ends with the last message's content, which goes on.
+            continue_final_message: Whether the text ends with the last message's content, so that
+                the model continues this message.
 
         Raises:
-            TextError: as `Tokenizer.chat` does.
+            TextError: See `Tokenizer.chat`.
         """
         template = self.choose(bool(tools))
         flat = flattened(messages)
@@ -66,10 +67,10 @@ class ChatTemplate:
         return _up_to_final(text) if continue_final_message else text
 
     def choose(self, tools: bool) -> TemplateFile:
-        """The template "tool_use" where there are tools and it is there; else "default".
+        """Returns the template "tool_use" if it exists and there are tools, otherwise "default".
 
         Raises:
-            TextError: there is neither.
+            TextError: If neither exists.
         """
         names = ["tool_use", "default"] if tools else ["default"]
         for name in names:
@@ -86,7 +87,7 @@ class ChatTemplate:
 
 
 def _up_to_final(text: str) -> str:
-    """The text of a conversation up to the end of its last message's content."""
+    """Returns the text of a conversation up to the end of its last message's content."""
     before, found, _ = text.rpartition(FINAL)
     if not found:
         raise TextError(
@@ -97,12 +98,12 @@ def _up_to_final(text: str) -> str:
 
 
 def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without null fields, with lists of text parts joined and thoughts named alike.
+    """Returns the messages without null fields, with text parts joined and uniform reasoning names.
 
-    transformers 5.24 hands messages to templates in this form.
+    transformers 5.24 passes messages to templates in this form.
 
     Raises:
-        TextError: one has no role, or a content that is no text.
+        TextError: If a message has no role, or a content that is not text.
     """
     if not messages:
         raise TextError("a chat needs at least one message")
@@ -120,7 +121,7 @@ def _flattened(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise TextError(
             f"{where}.content must be a text, a list of parts or null; got {type(content).__name__}"
         )
-    # Clients send null for what is missing, which templates take for a value.
+    # Clients send null for missing fields, which templates would take for a value.
     given = {key: value for key, value in message.items() if value is not None}
     thoughts = next((given[key] for key in REASONING if isinstance(given.get(key), str)), None)
     if thoughts is not None:
@@ -129,10 +130,10 @@ def _flattened(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_roles(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
-    """The messages, with system for the role developer where a template does not know that one.
+    """Returns the messages, with `developer` replaced by `system` if the template lacks this role.
 
-    The newer role replaces system in OpenAI's API. Where both stand in front they become one
-    message, since many templates take only one.
+    OpenAI's API has replaced `system` by `developer`. If a conversation begins with both, they
+    become one message, because many templates accept only one.
     """
     if "developer" in template:
         return list(messages)

@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file, from its metadata: what `tokenizers` needs of it, and the settings.
+"""The tokenizer of a GGUF file, built from the file's metadata.
 
-Files of byte-level BPE (`tokenizer.ggml.model` gpt2) have vocabulary and merges; how text is cut
-before them has a name (`tokenizer.ggml.pre`), of which the ones below are known. Files of
-SentencePiece's BPE (llama, as of Llama 2 and Mistral) have a score for each token: of two
-neighbours, those are merged first that make the token of the highest score.
+Files with byte-level BPE (`tokenizer.ggml.model` is gpt2) contain the vocabulary and the merges.
+They only name the pre-tokenizer (`tokenizer.ggml.pre`); this module supports the names below. Files
+with SentencePiece's BPE (llama, for Llama 2 and Mistral) contain a score for each token. The merge
+of two neighbours that gives the token with the highest score comes first.
 """
 
 import json
@@ -17,9 +17,9 @@ from jaxattn.text.tokenizer import Tokenizer
 from jaxattn.text.tokenizer_config import SamplingDefaults, TemplateFile, TokenizerConfig
 
 KEY = "tokenizer.ggml"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of token_type
-SPACE = "\u2581"  # SentencePiece's
-# Tokens that the metadata name -> their names in a tokenizer's settings.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # values of token_type
+SPACE = "\u2581"  # SentencePiece's character for a space
+# Names of special tokens in the metadata -> in tokenizer_config.json.
 NAMED = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
     "eot": "eot_token", "eom": "eom_token",
@@ -31,7 +31,7 @@ _PLAIN = {**_BYTES, "use_regex": False}
 
 
 def _split(digits: str) -> dict[str, Any]:
-    """The cuts of Llama 3 and Qwen2, which differ in the digits that stay together."""
+    """Returns Llama 3's or Qwen2's pre-tokenizer, which differ in the number of joined digits."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + "|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,14 +52,14 @@ _CUTS: dict[str, dict[str, Any]] = {
 
 
 def tokenizer_of(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
-    """The tokenizer.
+    """Returns the tokenizer of a GGUF file.
 
     Args:
-        metadata: of a GGUF file.
-        path: of the file, for messages.
+        metadata: The file's metadata.
+        path: The file's path, for error messages.
 
     Raises:
-        TextError: the metadata are missing or damaged, or of a kind that is not supported.
+        TextError: If the metadata are missing, damaged, or of an unsupported kind.
     """
     kind = metadata.get(f"{KEY}.model")
     if kind not in _WRITTEN:
@@ -101,7 +101,7 @@ def _byte_level(
     settings: TokenizerConfig,
     path: Path,
 ) -> dict[str, Any]:
-    """What a tokenizer.json says of byte-level BPE."""
+    """Returns the fields of a tokenizer.json for byte-level BPE."""
     cut = metadata.get(f"{KEY}.pre", "gpt-2")
     if cut not in _CUTS:
         raise TextError(
@@ -127,7 +127,8 @@ def _sentencepiece(
     settings: TokenizerConfig,
     path: Path,
 ) -> dict[str, Any]:
-    """What a tokenizer.json says of SentencePiece's BPE, whose merges follow from the scores."""
+    """Returns the fields of a tokenizer.json for SentencePiece's BPE, with merges in the order of
+    the scores."""
     scores = _list(metadata, "scores", float, path)
     if len(scores) != len(vocabulary):
         raise TextError(
@@ -171,10 +172,10 @@ _WRITTEN: dict[Any, Callable[..., dict[str, Any]]] = {
 def _settings(
     metadata: Mapping[str, Any], tokens: Sequence[str], path: Path, *, add_bos: bool
 ) -> TokenizerConfig:
-    """What the files beside a tokenizer.json would say.
+    """Returns the settings that a hub folder has in other files than tokenizer.json.
 
     Args:
-        add_bos: where the metadata say nothing of it.
+        add_bos: The default if the metadata do not say whether to add BOS.
     """
     named, stops = {}, set[int]()
     for name, known in NAMED.items():

@@ -1,4 +1,4 @@
-"""The tokenizer of a folder in the layout of the Hugging Face hub, and `load`, which reads one."""
+"""The tokenizer of a folder in the layout of the Hugging Face Hub, and `load`, which reads it."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +16,18 @@ from jaxattn.text.tokenizer import Message, Tokenizer
 from jaxattn.text.tokenizer_config import TokenizerConfig, read_settings
 
 JSON, TIKTOKEN, SENTENCEPIECE = "tokenizer.json", "tiktoken.model", "tokenizer.model"
-PANIC = "PanicException"  # of Rust code, no `Exception`
-MOST_SAID = 300  # characters of the library's message, which may hold parts of the file
+PANIC = "PanicException"  # raised for Rust panics; not a subclass of `Exception`
+MOST_SAID = 300  # characters of the library's message, which may contain parts of the file
 
 
 def load(folder: str | os.PathLike) -> Tokenizer:
-    """The tokenizer of a folder: tokenizer.json, else tiktoken.model.
+    """Loads the tokenizer of a folder from tokenizer.json or, without it, from tiktoken.model.
 
-    No code of a repository is run. transformers is not used: its newer versions replace the
-    decoder of DeepSeek's tokenizer.json, and the spaces are lost.
+    This function runs no code from the model's repository. It does not use transformers, whose
+    newer versions replace the decoder of DeepSeek's tokenizer.json and thereby lose spaces.
 
     Raises:
-        TextError: a file is missing, damaged or of a kind that is not supported.
+        TextError: If a file is missing, damaged or of an unsupported kind.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -50,17 +50,17 @@ def load(folder: str | os.PathLike) -> Tokenizer:
 
 
 def load_json(text: str, path: Path) -> tuple[Inner, ByteDecoder]:
-    """The tokenizer of a tokenizer.json, which neither cuts nor pads, and its spelling.
+    """Returns the tokenizer of a tokenizer.json, without truncation and padding, and its spelling.
 
     Raises:
-        TextError: the file is damaged, or its decoder is not supported.
+        TextError: If the file is damaged, or its decoder is not supported.
     """
     values = parse_object(text, path)
     spelling = read_spelling(values.get("decoder"), path)
     _check_merges(values.get("model"), path)
     try:
         inner = Inner.from_str(text)
-    except BaseException as error:  # the library raises no kind of its own
+    except BaseException as error:  # the library has no exception class of its own
         if not isinstance(error, Exception) and type(error).__name__ != PANIC:
             raise
         raise TextError(f"{path} is damaged: {str(error)[:MOST_SAID]}") from error
@@ -70,7 +70,7 @@ def load_json(text: str, path: Path) -> tuple[Inner, ByteDecoder]:
 
 
 def _check_merges(model: Any, path: Path) -> None:
-    """The library ends the process where a merge's second token lacks the prefix of all such."""
+    """Checks the prefix of each merge's second token, as without it the library would abort."""
     values = model if isinstance(model, dict) else {}
     prefix, merges = values.get("continuing_subword_prefix"), values.get("merges")
     if not isinstance(prefix, str) or not isinstance(merges, list):
@@ -84,17 +84,17 @@ def _check_merges(model: Any, path: Path) -> None:
 
 
 class HubTokenizer(Tokenizer):
-    """Text to ids and back by a tokenizer of the library `tokenizers`."""
+    """A tokenizer that wraps one of the library `tokenizers`."""
 
     def __init__(self, inner: Inner, spelling: ByteDecoder, settings: TokenizerConfig):
         """
         Args:
-            inner: the library's tokenizer.
-            spelling: of its vocabulary.
-            settings: what the other files of the folder say.
+            inner: The library's tokenizer.
+            spelling: The decoder from the vocabulary's tokens to bytes.
+            settings: The settings in the folder's other files.
 
         Raises:
-            TextError: a special token that is needed is not in the vocabulary.
+            TextError: If a required special token is not in the vocabulary.
         """
         self._inner = inner
         self._spelling = spelling
@@ -117,11 +117,11 @@ class HubTokenizer(Tokenizer):
         self._hidden = frozenset(special)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt.
+        """Returns the token ids of a prompt without a chat template.
 
-        BOS stands first if tokenizer_config.json has add_bos_token, and once only. If it says
-        false there is none. If it says nothing, tokenizer.json's own rule holds. What the rule
-        writes behind a prompt, such as an embedding model's EOS, always stands there.
+        If `add_bos_token` of tokenizer_config.json is true, the ids begin with exactly one BOS; if
+        it is false, no BOS is added. Without the field, the post-processor of tokenizer.json
+        decides. Tokens that it adds after a prompt, such as an embedding model's EOS, always stay.
         """
         if self._add_bos is None:
             return self._ids(text, True)
@@ -169,23 +169,23 @@ class HubTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a conversation. The template writes BOS itself, so none is added."""
+        """Returns the token ids of a conversation. Adds no BOS, as the template writes it."""
         text = self._template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables
         )
         return self._ids(text, False)
 
     def _behind_prompts(self) -> list[int]:
-        """The ids that tokenizer.json's rule writes behind a prompt."""
+        """Returns the ids that the post-processor of tokenizer.json adds after a prompt."""
         ruled, plain = self._ids("a", True), self._ids("a", False)
         ends = range(len(plain), len(ruled) + 1)
         return next((ruled[n:] for n in ends if ruled[n - len(plain) : n] == plain), [])
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text.
+        """Returns the token ids of a text.
 
         Raises:
-            TextError: the library gives up, as on a pattern of tokenizer.json that takes too long.
+            TextError: If the library panics, for example because a pattern takes too long.
         """
         try:
             return self._inner.encode(well_formed(text), add_special_tokens=add_special_tokens).ids
@@ -208,7 +208,7 @@ class HubTokenizer(Tokenizer):
         return token
 
     def _piece(self, token: int) -> bytes | None:
-        """The bytes of a token within a text; None for an unknown id."""
+        """Returns the bytes of a token within a text; None for an unknown id."""
         if token not in self._pieces:
             self._pieces[token] = self._spelled(token, self._spelling.data)
         return self._pieces[token]
@@ -228,5 +228,5 @@ class HubTokenizer(Tokenizer):
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which JSON and command lines may have."""
+    """Replaces lone surrogates, which JSON and command lines may contain, by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,31 +1,32 @@
-"""Text from tokens one at a time: what was emitted is final, and no character is cut.
+"""Incremental detokenization: every emitted piece is final and consists of whole characters.
 
-A token is some bytes of the text, and a character of UTF-8 may be divided among tokens. Bytes wait,
-at most three of them, until their character is whole. So a token costs the length of its own text,
-wherever it stands, and the sum of all pieces is the text of the whole.
+A token stands for some bytes of the text, and several tokens may share one UTF-8 character. The
+detokenizer withholds up to three bytes until their character is complete. The cost of a token is
+therefore proportional to its own length, and the joined pieces are exactly the whole text.
 
-Bytes that are not UTF-8 become U+FFFD, one for each part that could not be continued.
+Bytes that are not UTF-8 become U+FFFD, one for each invalid part.
 """
 
 import codecs
 from collections.abc import Callable
 
-# The bytes of a token, given whether it is the first of its text; None if it has no text at all.
+# Returns the bytes of a token, given whether the token is the first of its text; None if it has no
+# text.
 Piece = Callable[[int, bool], bytes | None]
 
 
 class TokenStream:
-    """The text of a sequence of tokens, piece by piece."""
+    """The incremental detokenizer of one sequence of tokens."""
 
     def __init__(
         self, piece: Piece, *, strip: str = "", most_stripped: int = 0, continues: bool = False
     ):
         """
         Args:
-            piece: gives the bytes of a token. Tokens without a text are skipped.
-            strip: a character that is taken away from the beginning of a text.
-            most_stripped: how many of them.
-            continues: other text stands before this one, so it has no beginning to strip.
+            piece: Returns the bytes of a token. Tokens without text are skipped.
+            strip: The character to strip from the beginning of the text.
+            most_stripped: The maximum number of stripped characters.
+            continues: Whether the text continues other text, so that nothing is stripped.
         """
         self._piece = piece
         self._first = not continues
@@ -34,7 +35,7 @@ class TokenStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, *tokens: int) -> str:
-        """The characters that are whole with these tokens; often none of one, at times several."""
+        """Adds tokens, and returns the characters that they complete, which may be none."""
         found = []
         for token in tokens:
             data = self._piece(token, self._first)
@@ -44,7 +45,7 @@ class TokenStream:
         return self._stripped(self._decoder.decode(b"".join(found)))
 
     def end(self) -> str:
-        """What is left after the last token: U+FFFD if it ends within a character."""
+        """Returns the rest after the last token: U+FFFD if the text ends within a character."""
         return self._stripped(self._decoder.decode(b"", True))
 
     def _stripped(self, text: str) -> str:

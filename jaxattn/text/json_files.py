@@ -1,4 +1,4 @@
-"""Reads the small files of a model's folder; a TextError names the one that is wrong."""
+"""Readers of the small files in a model's folder. A TextError names the file at fault."""
 
 import json
 import os
@@ -9,20 +9,20 @@ MOST_JSON_BYTES = 100 * 2**20
 
 
 class TextError(ValueError):
-    """A tokenizer or a chat template is missing, damaged, not supported, or refuses its input."""
+    """A tokenizer or chat template is missing, damaged or not supported, or rejects its input."""
 
 
 def read_bytes(path: Path, most: int) -> bytes | None:
-    """The content of a file; None if there is none.
+    """Returns the content of a file; None if it does not exist.
 
     Args:
-        most: bytes that the file may have.
+        most: The maximum size in bytes.
 
     Raises:
-        TextError: the file has more bytes or cannot be read.
+        TextError: If the file is larger or cannot be read.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # opening a pipe would block
             raise TextError(f"{path} cannot be read: it is no file")
         with open(path, "rb") as file:
             large = os.fstat(file.fileno()).st_size > most
@@ -39,10 +39,10 @@ def read_bytes(path: Path, most: int) -> bytes | None:
 
 
 def read_text(path: Path, most: int) -> str | None:
-    """The text of a file in UTF-8; None if there is none.
+    """Returns the text of a UTF-8 file; None if it does not exist.
 
     Raises:
-        TextError: it is too large, cannot be read, or is not UTF-8.
+        TextError: If the file is too large, cannot be read, or is not UTF-8.
     """
     content = read_bytes(path, most)
     try:
@@ -52,30 +52,30 @@ def read_text(path: Path, most: int) -> str | None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file; an empty one if there is no file.
+    """Returns the JSON object in a file; an empty one if the file does not exist.
 
     Raises:
-        TextError: it cannot be read, or is something else.
+        TextError: If the file cannot be read, or contains something else.
     """
     text = read_text(path, MOST_JSON_BYTES)
     return {} if text is None else parse_object(text, path)
 
 
 def read_list(path: Path) -> list[Any]:
-    """The JSON list of a file; an empty one if there is no file.
+    """Returns the JSON list in a file; an empty one if the file does not exist.
 
     Raises:
-        TextError: it cannot be read, or is something else.
+        TextError: If the file cannot be read, or contains something else.
     """
     text = read_text(path, MOST_JSON_BYTES)
     return [] if text is None else _parsed(text, path, list, "list")
 
 
 def parse_object(text: str, path: Path) -> dict[str, Any]:
-    """The JSON object of a text that was read from `path`.
+    """Parses a JSON object, which was read from `path`.
 
     Raises:
-        TextError: it is something else.
+        TextError: If the text is not a JSON object.
     """
     return _parsed(text, path, dict, "object")
 

@@ -1,10 +1,10 @@
-"""The process that renders chat templates: started at the first chat, ended when it must be.
+"""The process that renders chat templates. It starts at the first chat, and is killed on timeout.
 
-Why a process: a template may spend its time within one call of C, such as `10 ** 10 ** 9` or
-`"%99999999999d" % 1`. Nothing of Python interrupts such a call in a thread. Counting loops in the
-sandbox misses filters, macros and formats. A process is ended by the system, whatever it does, and
-its memory is limited apart from the engine's. It stays for the next chat: a render costs 0.1 ms
-more than in place, and a start 0.15 s (one core of a server, Python 3.12).
+A template may spend its time inside one C call, such as `10 ** 10 ** 9` or `"%99999999999d" % 1`,
+which Python cannot interrupt in a thread. Counting loops in the sandbox would miss filters, macros
+and formats. The system can always kill a process, and can limit its memory separately from the
+engine's. The process stays for the next chat. A render takes 0.1 ms longer than in-process, and a
+start 0.15 s (one core of a server, Python 3.12).
 """
 
 import os
@@ -25,7 +25,7 @@ START_SECONDS = 60.0
 
 
 class TemplateRenderer:
-    """Renders templates in a process of its own, one at a time; threads wait for one another."""
+    """A renderer of templates in a separate process, one at a time. It is thread-safe."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class TemplateRenderer:
     ):
         """
         Args:
-            seconds: that a render may take.
-            most_characters: that its text may have.
-            most_bytes: of memory that the process may have, where the system can limit it.
+            seconds: The time limit of a render.
+            most_characters: The maximum length of the rendered text.
+            most_bytes: The memory limit of the process, if the system supports one.
         """
         self.seconds = seconds
         self.most_characters = most_characters
@@ -48,15 +48,15 @@ class TemplateRenderer:
         self._finalizer: weakref.finalize | None = None
 
     def render(self, source: str, variables: dict[str, Any], name: str) -> str:
-        """The text of a template.
+        """Renders a template.
 
         Args:
-            source: of the template.
-            variables: that it reads; `messages` is among them. All are values of JSON.
-            name: of the template's file, for messages.
+            source: The template's source.
+            variables: The template's variables, including `messages`, as JSON values.
+            name: The name of the template's file, for error messages.
 
         Raises:
-            TextError: the template is damaged, refuses the messages, or passes a limit.
+            TextError: If the template is damaged, rejects the messages, or exceeds a limit.
         """
         request = {"source": source, "variables": variables, "most": self.most_characters}
         try:
@@ -72,7 +72,7 @@ class TemplateRenderer:
         raise TextError(f"the chat template of {name} {reply['failed']}")
 
     def close(self) -> None:
-        """Ends the process. The next render starts another."""
+        """Ends the process. The next render starts a new one."""
         with self._lock:
             self._end()
 
@@ -84,8 +84,8 @@ class TemplateRenderer:
                 send(process.stdin, data)
                 reply = receive(process.stdout)
         except OSError:
-            reply = None  # it ended while it was written to
-        except BaseException:  # Ctrl-C: the answer must not be taken for that of the next request
+            reply = None  # the process ended during the write
+        except BaseException:  # Ctrl-C: the next request must not read this request's reply
             self._end()
             raise
         if late.is_set() or reply is None:
@@ -105,9 +105,9 @@ class TemplateRenderer:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
-        # The path of this process, so that jinja2 is found; no folder of ours on it.
+        # Inherits this process's import path to find jinja2; -P leaves out the script's folder.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # The process stops itself a little later than it is stopped, should nobody do it.
+        # If this process dies, the renderer ends itself after twice the time limit.
         limits = [str(self.most_bytes), str(2 * self.seconds)]
         command = [sys.executable, "-P", str(FILE), *limits]
         try:
@@ -117,7 +117,7 @@ class TemplateRenderer:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
+                start_new_session=True,  # keeps a terminal's Ctrl-C from the process
             )
         except (OSError, ValueError) as error:
             raise TextError(f"no process for chat templates can be started: {error}") from error
@@ -149,12 +149,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             if stream:
                 stream.close()
         except OSError:
-            pass  # bytes that it never read
+            pass  # the process has not read all bytes
 
 
 @contextmanager
 def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
-    """Kills the process unless the block ends in time; the event says whether it did."""
+    """Kills the process unless the `with` block ends in time. Yields an event that is set then."""
     late, guard, done = threading.Event(), threading.Lock(), False
 
     def kill() -> None:

@@ -1,12 +1,12 @@
-"""Renders a chat template of jinja2; run as a file, it does so for the process that started it.
+"""The rendering of jinja2 chat templates. Run as a script, this file serves its parent process.
 
-A template comes with a model, and whoever wrote it may have made it loop for ever, or multiply a
-text by a billion. jinja2's sandbox keeps it from Python's internals, not from either. So templates
-are rendered in a process of their own, which can be ended at any time
-(jaxattn/text/renderer_process.py). This file imports nothing of jaxattn, so that the process starts
-without JAX.
+A template comes with a model, and its author may have made it loop forever or multiply a text by a
+billion. jinja2's sandbox protects Python's internals, but prevents neither. Templates are therefore
+rendered in a separate process, which can be killed at any time
+(jaxattn/text/renderer_process.py). This file imports nothing from jaxattn, so that the process
+starts without JAX.
 
-Requests and answers are JSON, after a length of 8 bytes.
+Requests and replies are JSON, preceded by their length in 8 bytes.
 """
 
 import datetime
@@ -21,19 +21,19 @@ from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
 
 LENGTH_BYTES = 8
-MOST_SAID = 500  # characters of a message
+MOST_SAID = 500  # characters of an error message
 
 
 class OutputTooLong(Exception):
-    """A template wrote more characters than it may."""
+    """A template wrote more characters than the limit."""
 
 
 class TemplateRefusal(Exception):
-    """A template called raise_exception: the messages are not what it is written for."""
+    """A template called raise_exception to reject its messages."""
 
 
 class GenerationTag(ext.Extension):
-    """The tags {% generation %} and {% endgeneration %}, which mark what training is done on."""
+    """The tags {% generation %} and {% endgeneration %}, which mark the text to train on."""
 
     tags = {"generation"}
 
@@ -44,10 +44,10 @@ class GenerationTag(ext.Extension):
 
 
 class ToolArguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping that reads as its JSON where a text is wanted.
+    """The arguments of a tool call, as a mapping that converts to its JSON text.
 
-    Some templates go through the arguments as a mapping, and some put them into a text. Clients
-    send a text.
+    Some templates iterate over the arguments as a mapping, and some insert them into text. Clients
+    send text.
     """
 
     def __init__(self, values: dict[str, Any], text: str):
@@ -65,9 +65,9 @@ class ToolArguments(dict[str, Any]):
 
 
 class AbsentContent(str):
-    """The content of a message without one: an empty text that counts as `none` too.
+    """The content of a message without one: an empty string that also equals `none`.
 
-    Some templates tell a tool call by `content is none`, and some expect a text always.
+    Some templates recognize a tool call by `content is none`, and others always expect a string.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -81,7 +81,7 @@ class AbsentContent(str):
 
 @functools.cache
 def environment() -> sandbox.ImmutableSandboxedEnvironment:
-    """What templates of published models are written for, as `transformers` renders them."""
+    """Returns a jinja2 environment like that of `transformers`, as published templates expect."""
     made = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
     )
@@ -99,7 +99,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training; jinja2's own filter escapes <, >, & and '."""
+    """Returns JSON as in the models' training; jinja2's own filter escapes <, >, & and '."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -110,7 +110,7 @@ def to_json(
 
 
 def raise_exception(message: str) -> NoReturn:
-    """What a template calls to refuse messages."""
+    """Rejects the messages. Templates call this function."""
     raise TemplateRefusal(message)
 
 
@@ -120,17 +120,17 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def render(source: str, variables: dict[str, Any], most: int) -> str:
-    """The text of a template.
+    """Renders a template.
 
     Args:
-        source: of the template.
-        variables: `messages` among them, of OpenAI's form.
-        most: characters that it may have.
+        source: The template's source.
+        variables: The template's variables, including `messages` in OpenAI's format.
+        most: The maximum number of characters of the result.
 
     Raises:
-        OutputTooLong: it has more.
-        TemplateRefusal: the template refuses the messages.
-        Exception: whatever the template raises.
+        OutputTooLong: If the text is longer than `most`.
+        TemplateRefusal: If the template rejects the messages.
+        Exception: Any exception that the template raises.
     """
     found = {**variables, "messages": [readable(each) for each in variables["messages"]]}
     parts: list[str] = []
@@ -144,9 +144,9 @@ def render(source: str, variables: dict[str, Any], most: int) -> str:
 
 
 def readable(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with a content, and with arguments that read as a mapping and as a text."""
+    """Returns the message with a content, and with arguments as a `ToolArguments`."""
     content, calls = message.get("content"), message.get("tool_calls")
-    # Beside calls some clients send an empty text for none.
+    # With tool calls, some clients send an empty string instead of null.
     absent = content is None or (content == "" and calls)
     made = {**message, "content": AbsentContent() if absent else content}
     if isinstance(calls, list):
@@ -174,7 +174,7 @@ def _readable_call(call: Any) -> Any:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """The text, or under "failed" or "refused" why there is none."""
+    """Returns the text under "text", or the reason of an error under "failed" or "refused"."""
     try:
         return {"text": render(request["source"], request["variables"], request["most"])}
     except OutputTooLong:
@@ -185,27 +185,27 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"failed": f"has an error in line {error.lineno}: {_cut(error.message)}"}
     except TemplateRefusal as error:
         return {"refused": _cut(str(error))}
-    except Exception as error:  # the template's own: it may raise whatever Python does
+    except Exception as error:  # the template may raise any exception
         return {"failed": f"raised {type(error).__name__}: {_cut(str(error))}"}
 
 
 def _cut(said: str | None) -> str:
-    """A message, which may have parts of the chat or of the template."""
+    """Shortens an error message, which may contain parts of the chat or of the template."""
     return (said or "")[:MOST_SAID]
 
 
 def packed(message: object) -> bytes:
-    """A message with its length.
+    """Encodes a message with its length.
 
     Raises:
-        TypeError, ValueError, RecursionError: it is no value of JSON.
+        TypeError, ValueError, RecursionError: If the message is not a JSON value.
     """
     body = json.dumps(message).encode("ascii")
     return len(body).to_bytes(LENGTH_BYTES) + body
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """The next message; None at the end of the stream."""
+    """Reads the next message; returns None at the end of the stream."""
     head = stream.read(LENGTH_BYTES)
     length = int.from_bytes(head)
     body = stream.read(length)
@@ -218,10 +218,10 @@ def send(stream: IO[bytes], data: bytes) -> None:
 
 
 def limit(most_bytes: int) -> Callable[[float], None]:
-    """Limits the memory of this process, and gives what sets its clock to seconds; 0 stops it.
+    """Limits the memory of this process, and returns a function that starts its timer; 0 stops it.
 
-    A process whose parent has died ends itself by the clock. Where the system has no such limits
-    only the parent ends it.
+    The timer ends a process whose parent has died. If the system has no timers, only the parent can
+    end the process.
     """
     try:
         import resource
@@ -232,8 +232,8 @@ def limit(most_bytes: int) -> Callable[[float], None]:
         resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ValueError, OSError):
-        pass  # macOS has the limit and refuses to set it
-    # The default action ends the process, also within a call of C that takes for ever.
+        pass  # macOS has the limit but refuses to set it
+    # The default action ends the process even within a C call.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def clock(seconds: float) -> None:
@@ -243,7 +243,7 @@ def limit(most_bytes: int) -> Callable[[float], None]:
 
 
 def main(most_bytes: int, seconds: float) -> None:
-    """Answers requests until stdin ends."""
+    """Serves requests until stdin ends."""
     clock = limit(most_bytes)
     environment()
     send(sys.stdout.buffer, packed("ready"))

@@ -1,16 +1,18 @@
-"""A tiktoken.model as a tokenizer of `tokenizers`, built in memory; no code of a repository runs.
+"""The conversion of a tiktoken.model to a tokenizer of the library `tokenizers`, in memory.
 
-A line of the file is a token in base64 and its rank, which is its id too. tiktoken joins the two
-neighbours whose joined bytes have the lowest rank, again and again. `tokenizers` wants a list of
-pairs instead, and joins the pair that stands first in it. The list made here has, rank by rank,
-every cut of a token into two tokens.
+Each line of the file has a token in base64 and its rank, which is also its id. tiktoken repeatedly
+merges the two neighbours whose joined bytes have the lowest rank. `tokenizers` instead needs an
+ordered list of pairs, and merges the pair that comes first in it. The list made here contains, rank
+by rank, every split of a token into two tokens.
 
-The results are the same. While a stretch of text is two tokens that would become token t, no join
-has crossed its ends. So the joins within it were those of t's bytes alone, and the two are the
-last two of t. Other cuts of t never come up, and where they stand among t's pairs does not matter.
-A word that is a token as a whole is that token in both (`ignore_merges`).
+Both give the same results. Consider two neighbours that can merge to a token t. No earlier merge
+has crossed the ends of t's bytes, so the merges within them were the same as for t by itself.
+The two neighbours are therefore t's last pair. Other splits of t never occur, and their order
+among t's pairs does not matter. A word that is itself a token becomes that token in both
+(`ignore_merges`).
 
-The pattern that divides text into words stands in each repository's Python. Here it is a constant.
+The pattern that divides text into words is part of each repository's Python code. Here it is a
+constant.
 """
 
 import binascii
@@ -26,11 +28,11 @@ from jaxattn.text.tokenizer_config import AddedVocabToken, TokenizerConfig
 
 MOST_BYTES = 32 * 2**20
 MOST_TOKEN_BYTES = 1024
-RESERVED = 256  # ids after the ranks, of which added_tokens_decoder names some
+RESERVED = 256  # number of ids after the ranks, some of which added_tokens_decoder names
 _ALPHABET = byte_alphabet()
 
-# Moonshot: Moonlight, Kimi-K2, Kimi-Linear. Runs of Han are words of their own. Other letters are
-# words in which upper case comes before lower case, with one mark before and a contraction after.
+# Moonshot's pattern, for Moonlight, Kimi-K2 and Kimi-Linear. A run of Han characters is a word. In
+# other words, upper case precedes lower case, with an optional mark before and contraction after.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -51,15 +53,15 @@ PATTERNS = {
 
 
 def load_tiktoken(path: Path, settings: TokenizerConfig) -> Inner:
-    """The tokenizer of a tiktoken.model.
+    """Loads the tokenizer of a tiktoken.model.
 
     Args:
-        path: of the file.
-        settings: of its folder: the class chooses the pattern, and `added` names special tokens.
-            Other ids up to `RESERVED` after the ranks are "<|reserved_token_i|>".
+        path: The file's path.
+        settings: The folder's settings. `tokenizer_class` chooses the pattern, and `added` names
+            special tokens. The other `RESERVED` ids after the ranks are "<|reserved_token_i|>".
 
     Raises:
-        TextError: the file is damaged, or no pattern is known for the class.
+        TextError: If the file is damaged, or no pattern is known for the tokenizer's class.
     """
     pattern = PATTERNS.get(settings.tokenizer_class or "")
     if pattern is None:
@@ -88,11 +90,11 @@ def load_tiktoken(path: Path, settings: TokenizerConfig) -> Inner:
 
 
 def read_ranks(path: Path) -> list[bytes]:
-    """The tokens of the file, in the order of their ranks.
+    """Returns the tokens of the file, in the order of their ranks.
 
     Raises:
-        TextError: a line is no token and rank, a token or a rank stands twice, a rank or a byte is
-            missing, or a token is longer than `MOST_TOKEN_BYTES`.
+        TextError: If a line is not a token and a rank, a token or rank occurs twice, or a token is
+            longer than `MOST_TOKEN_BYTES`. Also if a rank or a single byte is missing.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate((read_bytes(path, MOST_BYTES) or b"").split(b"\n"), 1):
@@ -136,10 +138,10 @@ def _in_order(path: Path, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def byte_pairs(tokens: list[bytes]) -> models.BPE:
-    """The model of byte pairs that divides words as tiktoken does.
+    """Returns the BPE model that divides words as tiktoken does.
 
     Args:
-        tokens: in the order of their ranks; all 256 bytes are among them.
+        tokens: The tokens in the order of their ranks, including all 256 single bytes.
     """
     names = {token: token.decode("latin-1").translate(_ALPHABET) for token in tokens}
     vocabulary = {name: rank for rank, name in enumerate(names.values())}
@@ -147,7 +149,7 @@ def byte_pairs(tokens: list[bytes]) -> models.BPE:
 
 
 def _pairs(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
-    """Every cut of a token into two tokens, rank by rank."""
+    """Yields every split of a token into two tokens, rank by rank."""
     for token in names:
         for cut in range(1, len(token)):
             left = names.get(token[:cut])
@@ -156,10 +158,10 @@ def _pairs(names: dict[bytes, str]) -> Iterator[tuple[str, str]]:
 
 
 def special_tokens(ranks: int, settings: TokenizerConfig) -> dict[int, AddedVocabToken]:
-    """The tokens after the ranks by id, without a gap.
+    """Returns the tokens after the ranks by id, without gaps.
 
     Raises:
-        TextError: an id of `added` is one of a rank, or no id of an order that makes sense.
+        TextError: If an id in `added` is that of a rank, or is much too large.
     """
     named = settings.added
     low = min(named, default=ranks)
@@ -171,7 +173,7 @@ def special_tokens(ranks: int, settings: TokenizerConfig) -> dict[int, AddedVoca
             f"tiktoken.model and end {16 * RESERVED:,} ids later at most"
         )
     reserved = ranks + RESERVED
-    if settings.vocab_size is not None:  # the model has no logits beyond
+    if settings.vocab_size is not None:  # larger ids have no logits
         reserved = min(reserved, settings.vocab_size)
     return {
         token: named.get(token)

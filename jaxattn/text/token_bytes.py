@@ -1,17 +1,17 @@
 """The bytes of a vocabulary's tokens, decoded from the tokens' spelling in tokenizer.json.
 
-Three spellings are known, and each gives the bytes of one token without looking at the others:
+This module supports three spellings. Each gives a token's bytes independently of other tokens:
 
     ByteLevel                                  a character for each byte, such as "Ġ" for a space
-    Metaspace                                  "▁" for a space; the first token has none before it
+    Metaspace                                  "▁" for a space; the first token loses its space
     Sequence of Replace, ByteFallback,         "▁" for a space, "<0xE4>" for a byte; a space at the
-        Fuse and Strip                         beginning of the text is taken away
+        Fuse and Strip                         beginning of the text is stripped
 
-Converters from GGUF stack the first on the third: ByteFallback, Fuse, Replace and ByteLevel, say.
+Some GGUF converters combine the first and the third, as in ByteFallback, Fuse, Replace, ByteLevel.
 
-`tokenizers` decodes a run of byte tokens that is no UTF-8 as one U+FFFD per byte, the whole run,
-which no stream can do that has shown its beginning. Here a run keeps the characters that are
-whole. For text that is UTF-8, which is all that an encoder makes, the two agree.
+If a run of byte tokens is not UTF-8, `tokenizers` decodes the whole run as one U+FFFD per byte. A
+stream that has already emitted the run's beginning cannot do so. Here a run keeps its complete
+characters. For valid UTF-8, which is all that an encoder produces, both agree.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteDecoder:
-    """Bytes of tokens.
+    """The decoder from a token's spelling to its bytes.
 
     Attributes:
-        data: the bytes of a token within a text.
-        first: the bytes of a text's first token.
-        strip, most_stripped: a character, and how many of it the beginning of a text loses.
-        of_bytes: whether tokens are written in the alphabet of bytes. Tokens beside the
-            vocabulary are not.
+        data: Returns the bytes of a token within a text.
+        first: Returns the bytes of a text's first token.
+        strip: The character to strip from the beginning of a text.
+        most_stripped: The maximum number of stripped characters.
+        of_bytes: Whether the vocabulary uses the byte alphabet. Added tokens never do.
     """
 
     data: Callable[[str], bytes]
@@ -46,9 +46,9 @@ class ByteDecoder:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The character that stands for each byte, as GPT-2 and all byte-level vocabularies have it.
+    """Returns the byte alphabet of GPT-2 and all byte-level vocabularies: a character per byte.
 
-    Bytes that print in Latin-1 stand for themselves; the others follow from U+0100 on.
+    Printable Latin-1 bytes stand for themselves. The others map to characters from U+0100 on.
     """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
@@ -60,7 +60,7 @@ BYTE_OF = {character: byte for byte, character in byte_alphabet().items()}
 
 
 def byte_level(token: str) -> bytes:
-    """A token of the alphabet of bytes; one with other characters stands for itself."""
+    """Decodes a token in the byte alphabet. A token with other characters is encoded as UTF-8."""
     try:
         return bytes([BYTE_OF[character] for character in token])
     except KeyError:
@@ -75,14 +75,14 @@ BYTE_LEVEL = ByteDecoder(data=byte_level, first=byte_level, of_bytes=True)
 
 
 def read_spelling(decoder: Any, path: Path) -> ByteDecoder:
-    """The spelling that a tokenizer's decoder undoes.
+    """Returns the byte decoder for the `decoder` of a tokenizer.json.
 
     Args:
-        decoder: the field `decoder` of tokenizer.json.
-        path: of that file, for messages.
+        decoder: The field `decoder`.
+        path: The path of the file, for error messages.
 
     Raises:
-        TextError: it is none of the three.
+        TextError: If the spelling is not one of the three.
     """
     steps = _steps(decoder)
     kinds = [step.get("type") for step in steps]
@@ -119,13 +119,13 @@ def _metaspace(step: Mapping[str, Any]) -> ByteDecoder:
     def first(token: str) -> bytes:
         return token.replace(mark, "").encode("utf-8", "replace")
 
-    # Older files say add_prefix_space instead.
+    # Older files have add_prefix_space instead.
     prepends = step.get("prepend_scheme", "always") != "never" and step.get("add_prefix_space", 1)
     return ByteDecoder(data=data, first=first if prepends else data)
 
 
 def _replaces_joined(kinds: list[str]) -> bool:
-    """Whether all replacements follow a Fuse, one another and nothing else."""
+    """Whether all replacements directly follow a Fuse, one after another."""
     if "Fuse" not in kinds:
         return False
     begin, count = kinds.index("Fuse") + 1, kinds.count("Replace")
@@ -133,16 +133,17 @@ def _replaces_joined(kinds: list[str]) -> bool:
 
 
 def _fallback(steps: list[Mapping[str, Any]]) -> ByteDecoder | None:
-    """Replacements token by token, then bytes, then what is done to the text as a whole.
+    """Returns the decoder for steps that replace per token, decode bytes, then change the text.
 
-    None if the steps stand otherwise: a Strip without a Fuse is done to each token, say.
+    Returns None for another order: for example, a Strip without a Fuse applies to each token.
     """
     kinds = [step["type"] for step in steps]
     replaces = [step for step in steps if step["type"] == "Replace"]
     strips = [step for step in steps if step["type"] == "Strip"]
     changes = [(step["pattern"]["String"], step["content"]) for step in replaces]
     if _replaces_joined(kinds) and all(len(old) == 1 for old, _ in changes):
-        # A character is replaced in joined text as in each token; a longer text may lie in two.
+        # Replacing one character gives the same before and after the Fuse. A longer pattern may
+        # span two tokens.
         kinds = ["Replace"] * len(replaces) + [kind for kind in kinds if kind != "Replace"]
     places = [ORDER.index(kind) for kind in kinds]
     simple = places == sorted(places) and all(kinds.count(kind) < 2 for kind in ORDER[1:])

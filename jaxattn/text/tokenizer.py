@@ -1,4 +1,4 @@
-"""The interface of a tokenizer, and the tokenizer of models of bytes."""
+"""The interface of tokenizers, and the tokenizer of byte models."""
 
 import abc
 import re
@@ -13,18 +13,18 @@ type Message = Mapping[str, Any]
 
 
 class Tokenizer(abc.ABC):
-    """Text to token ids and back.
+    """The interface of tokenizers.
 
     Attributes:
-        vocab_size: the ids it knows are 0 .. vocab_size - 1. A model's logits may be longer; the
-            ids beyond are padding and have no text.
-        stop_tokens: ids that end a text, sorted.
-        defaults: how the model wants to be sampled.
-        has_chat_template: whether `chat` works.
-        chat_template: the source of the chat template; of all, where there are several.
-        special_tokens: id -> text of tokens that are no part of a text, stop tokens among them.
+        vocab_size: The number of ids, which are 0 .. vocab_size - 1. A model may have more logits;
+            their ids are padding and have no text.
+        stop_tokens: The ids that end a text, sorted.
+        defaults: The model's recommended sampling parameters.
+        has_chat_template: Whether `chat` works.
+        chat_template: The source of the chat template. For several templates, all sources joined.
+        special_tokens: A map from id to text of the special tokens, including stop tokens.
 
-    All methods may be called from several threads at once. A stream belongs to one text.
+    All methods are thread-safe. Each text needs its own stream.
     """
 
     vocab_size: int
@@ -36,7 +36,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with BOS if the tokenizer's files say so.
+        """Returns the token ids of a prompt, with BOS if the tokenizer's files ask for it.
 
         Special tokens in the text, such as "<|im_end|>", become their ids.
         """
@@ -49,21 +49,22 @@ class Tokenizer(abc.ABC):
         continues: bool = False,
         shown: Sequence[str] = (),
     ) -> TokenStream:
-        """What turns tokens into text one at a time.
+        """Returns an incremental detokenizer.
 
         Args:
-            skip_special_tokens: special tokens and stop tokens have no text.
-            continues: the text goes on after other text, as a completion after its prompt does: a
-                space at its beginning stays.
-            shown: special tokens that have a text all the same.
+            skip_special_tokens: Whether to leave out special tokens and stop tokens.
+            continues: Whether the text continues other text, as a completion continues its prompt.
+                A space at its beginning then stays.
+            shown: The special tokens that stay in the text in any case.
         """
 
     @abc.abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token, special or not, within a text; empty for an unknown id."""
+        """Returns the bytes of any token within a text, also of a special one; empty for an unknown
+        id."""
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is a text as a whole, such as a mark; None if none is."""
+        """Returns the id of the token with exactly this text; None if there is none."""
         return None
 
     @abc.abstractmethod
@@ -75,31 +76,30 @@ class Tokenizer(abc.ABC):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a conversation, as the model's chat template writes it.
+        """Returns the token ids of a conversation, rendered by the model's chat template.
 
-        The template runs in another process, for 5 seconds at most: a server calls this in a
-        thread.
+        The template runs in another process and blocks the caller for up to 5 seconds. A server
+        should call this method in a thread.
 
         Args:
-            messages: objects of OpenAI's form: role, content, tool_calls. A content is a text, a
-                list of text parts, which are joined, or None.
-            tools: descriptions of functions, as JSON schemas.
-            add_generation_prompt: ends with the beginning of the assistant's turn.
-            variables: whatever else the template reads, such as enable_thinking.
+            messages: Messages in OpenAI's format, with role, content and tool_calls. A content is a
+                string, a list of text parts, which are joined, or None.
+            tools: Descriptions of functions, as JSON schemas.
+            add_generation_prompt: Whether to append the beginning of the assistant's turn.
+            variables: Other variables of the template, such as enable_thinking.
 
         Raises:
-            TextError: there is no template, the template is damaged or refuses the messages, or
-                it does not come to an end.
+            TextError: If there is no template, or it is damaged, rejects the messages or times out.
         """
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens: exactly what `stream` gives for them, put together."""
+        """Returns the text of tokens, which equals the joined pieces of `stream`."""
         stream = self.stream(skip_special_tokens=skip_special_tokens)
         return "".join([*map(stream.push, tokens), stream.end()])
 
 
 class ByteTokenizer(Tokenizer):
-    """Each byte of UTF-8 is a token; byte 0 ends a text. The embedded model is one of bytes."""
+    """A tokenizer whose tokens are UTF-8 bytes, as for the embedded model. Byte 0 ends a text."""
 
     vocab_size = 256
     stop_tokens = (0,)
@@ -109,7 +109,7 @@ class ByteTokenizer(Tokenizer):
     special_tokens: Mapping[int, str] = {0: "\0"}
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text, with those that Python could not decode and escaped."""
+        """Returns the bytes of a text. Python's surrogate escapes become their original bytes."""
         whole = re.sub("[\ud800-\udc7f\udd00-\udfff]", "\ufffd", text)
         return list(whole.encode("utf-8", "surrogateescape"))
 

@@ -1,7 +1,7 @@
-"""Text settings in a folder's JSON files: stop tokens, BOS, sampling and templates.
+"""The text settings in a folder's JSON files: stop tokens, BOS, sampling defaults and templates.
 
-Three files count: generation_config.json, config.json and tokenizer_config.json. Each may be
-missing. A field that is there has to be of its type.
+The files are generation_config.json, config.json and tokenizer_config.json. Each may be missing.
+A field that exists must have its type.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 MOST_TEMPLATE_BYTES = 2**20
 MOST_ID = 2**31 - 1
 EOS = "eos_token_id"
-LEAST_PENALTY = 0.01  # of repetition, as in a request
+LEAST_PENALTY = 0.01  # minimum of repetition_penalty, as in a request
 ID, TEXT = Integer(0, MOST_ID), Text()
 # The tokens that a chat template may name.
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -27,15 +27,15 @@ NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """How a model wants to be sampled, as generation_config.json says; None where it says nothing.
+    """The sampling parameters in generation_config.json. Fields that it does not set are None.
 
     Attributes:
-        temperature: 0 or more; 0 where the file says do_sample false, and 1 where it says true and
-            no temperature.
-        top_p: above 0, at most 1.
-        top_k: at least 1; None too where the file says 0 or -1, which mean all tokens.
-        min_p: 0 to 1.
-        repetition_penalty: above 0; 1 changes nothing.
+        temperature: A number of at least 0. It is 0 if do_sample is false, and 1 if do_sample is
+            true and the file sets no temperature.
+        top_p: A number above 0 and at most 1.
+        top_k: An integer of at least 1. None also stands for 0 and -1, which mean all tokens.
+        min_p: A number from 0 to 1.
+        repetition_penalty: A number above 0; 1 has no effect.
     """
 
     temperature: float | None = None
@@ -47,11 +47,11 @@ class SamplingDefaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddedVocabToken:
-    """A token beside the vocabulary, of `added_tokens_decoder`.
+    """A token of `added_tokens_decoder`, outside of the main vocabulary.
 
     Attributes:
-        content: its text.
-        special: whether it is a mark, and no part of the text that a reader sees.
+        content: The token's text.
+        special: Whether the token is a control token and not part of visible text.
     """
 
     content: str
@@ -60,7 +60,7 @@ class AddedVocabToken:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TemplateFile:
-    """A chat template and the file that it stands in."""
+    """A chat template and the file that contains it."""
 
     source: str
     path: Path
@@ -68,20 +68,20 @@ class TemplateFile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """What the files say.
+    """The text settings of a model's folder.
 
     Attributes:
-        folder: that they lie in.
-        named: special tokens by the names that a template uses, such as bos_token.
-        more: `additional_special_tokens`.
-        add_bos: whether a prompt begins with BOS; None leaves it to tokenizer.json.
-        eos_ids: end-of-sequence ids of generation_config.json and config.json together. Empty if
+        folder: The folder.
+        named: The special tokens by the names that a template uses, such as bos_token.
+        more: The `additional_special_tokens`.
+        add_bos: Whether a prompt begins with BOS; None leaves this to tokenizer.json.
+        eos_ids: The end-of-sequence ids in generation_config.json and config.json, merged. Empty if
             neither has one.
-        defaults: sampling.
-        vocab_size: of config.json, the logits of the model; None if it is not there.
-        added: tokens beside the vocabulary, by id.
-        tokenizer_class: of tokenizer_config.json.
-        templates: chat templates by name, such as "default" and "tool_use".
+        defaults: The sampling parameters.
+        vocab_size: The number of logits in config.json; None if it is missing.
+        added: The tokens outside of the main vocabulary, by id.
+        tokenizer_class: The field of tokenizer_config.json; None if it is missing.
+        templates: The chat templates by name, such as "default" and "tool_use".
     """
 
     folder: Path
@@ -97,15 +97,15 @@ class TokenizerConfig:
 
 
 def read_settings(folder: Path) -> TokenizerConfig:
-    """Reads the files.
+    """Reads the text settings of a folder.
 
     Raises:
-        TextError: one is damaged, or a field has another type than it should.
+        TextError: If a file is damaged, or a field has a wrong type.
     """
     generation = _fields(folder / GENERATION)
     config = _fields(folder / CONFIG)
     tokenizer = _fields(folder / TOKENIZER)
-    inner = config.object("text_config")  # models of images and text keep it one level down
+    inner = config.object("text_config")  # multimodal models nest the text model's fields here
     named = {f"{name}_token": tokenizer.token(f"{name}_token") for name in NAMED}
     eos_ids = tuple(sorted({*generation.ids(EOS), *config.ids(EOS), *inner.ids(EOS)}))
     return TokenizerConfig(
@@ -123,7 +123,7 @@ def read_settings(folder: Path) -> TokenizerConfig:
 
 
 class FileFields(OptionalFields):
-    """The fields of a file, or of an object in it; a refusal is a TextError."""
+    """The fields of a file, or of an object inside it. Their errors are TextErrors."""
 
     def name(self, field: str) -> str:
         return f"{self.where}: {field:.60}"
@@ -132,12 +132,12 @@ class FileFields(OptionalFields):
         return TextError(message)
 
     def ids(self, field: str) -> tuple[int, ...]:
-        """One id or a list of ids."""
+        """Returns a field that is an id or a list of ids, sorted and without duplicates."""
         wanted = f"an id from 0 to {MOST_ID:,} or a list of ids"
         return tuple(sorted(set(self.items(field, ListOf(ID, single=True), wanted))))
 
     def token(self, field: str) -> str | None:
-        """A token's text: given as it is, or as an object with `content`."""
+        """Returns a field that is a token's text, or an object with the text as `content`."""
         return self.optional(field, _content, "a text or an object with a text `content`")
 
 
@@ -146,12 +146,12 @@ def _fields(path: Path) -> FileFields:
 
 
 def _content(name: str, value: Any) -> str:
-    """The rule of a token, which is a text or an object with one."""
+    """Checks a token, which is a text or an object with one, and returns the text."""
     return TEXT(name, value.get("content") if isinstance(value, dict) else value)
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a character, as JSON can write it."""
+    """Whether a text has no lone surrogates, which JSON can contain."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -191,14 +191,14 @@ def _added(tokenizer: FileFields) -> dict[int, AddedVocabToken]:
 
 
 def _templates(folder: Path, tokenizer: FileFields) -> dict[str, TemplateFile]:
-    """The templates of files of their own, else those of tokenizer_config.json."""
+    """Returns the templates in separate files or, without these, in tokenizer_config.json."""
     paths = {"default": folder / TEMPLATE}
     paths |= {path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     texts = {name: read_text(path, MOST_TEMPLATE_BYTES) for name, path in paths.items()}
     found = {
         name: TemplateFile(source=text, path=paths[name])
         for name, text in texts.items()
-        if text  # an empty one would leave no prompt
+        if text  # an empty template would give an empty prompt
     }
     return found or {
         name: TemplateFile(source=text, path=folder / TOKENIZER)

@@ -131,7 +131,7 @@ class LiveServer:
         async def settled() -> bool:
             for _ in range(500):
                 busy = self.service.worker.engine is not None and self.service.worker.engine.busy
-                if not (self.service.admission.open or self.service.router.generations or busy):
+                if not (self.service.admission.open or self.service.router.collectors or busy):
                     return True
                 await asyncio.sleep(0.01)
             return False

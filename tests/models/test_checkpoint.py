@@ -444,6 +444,22 @@ def test_a_failed_save_leaves_the_old_model(folder, params):
     assert native_format.load(folder)[0] == SMALL
 
 
+def test_a_full_disk_leaves_the_old_model(folder, params, monkeypatch):
+    """Also where only the second file, the configuration, no longer has room."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write = Path.write_bytes
+
+    def full(path, data):
+        if path.name.startswith("config.json"):
+            raise OSError(28, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        native_format.save(folder, SMALL, params)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+
+
 # --- the training script
 
 

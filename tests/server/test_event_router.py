@@ -29,7 +29,7 @@ def delivered(rows: int, steps: int) -> Collector:
     metrics = ServerMetrics("model")
     router = EventRouter(metrics, calls.append)
     collector = Collector([Request(b"ab", max_tokens=steps, id=id) for id in range(rows)])
-    router.generations.update(dict.fromkeys(range(rows), collector))
+    router.collectors.update(dict.fromkeys(range(rows), collector))
     metrics.asked(range(rows), [2] * rows, steps, 0.0)
     for step in range(steps):
         events = [TokenEvent(request, 97) for request in collector.requests]
@@ -41,7 +41,7 @@ def delivered(rows: int, steps: int) -> Collector:
         router.report(StepReport(events, snapshot, float(step), 0.01))
     [deliver] = calls
     deliver()
-    assert not router.generations
+    assert not router.collectors
     return collector
 
 

@@ -124,7 +124,7 @@ def left_nothing(server, engine):
     scheduler, metrics = engine.scheduler, server.service.metrics
     assert scheduler.pages.in_use == scheduler.slots.in_use == 0 and not scheduler.rows
     assert server.service.admission.open == metrics.waiting == 0
-    assert not metrics._rows and not server.service.router.generations
+    assert not metrics._rows and not server.service.router.collectors
     engine.check()
     text = server.client.get("/metrics").text
     ended = [line for line in text.splitlines() if line.startswith("vllm:request_success_total")]

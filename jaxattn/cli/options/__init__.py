@@ -1,1 +1,1 @@
-"""The argparse groups of the commands."""
+"""The commands' options: argparse groups, value types and checks."""

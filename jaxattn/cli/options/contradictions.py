@@ -1,7 +1,7 @@
-"""Options of `serve` and `plan` that contradict each other, refused by name.
+"""Checks for options of `serve` and `plan` that contradict each other.
 
-What contradicts itself in Python too is refused by `Limits` and `Parallel`. These are options that
-an engine would silently lower, or leave out.
+`Limits` and `Parallel` reject the combinations that are also invalid in Python. The checks here are
+for options that an engine would silently lower or ignore. Their errors name both options.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from jaxattn.memory.engine_limits import LINE_TOKENS
 
 
 def check_sizes(options: argparse.Namespace) -> None:
-    """Raises InputError where a size that was given is larger than what it is a part of, or where
-    the pages hold no row of the length that was given."""
+    """Raises InputError if a size exceeds the size that it is a part of, or if --num-pages cannot
+    hold a row of --max-model-len."""
     length, batch, pages = options.max_model_len, options.batch, options.num_pages
     for part, whole, why in (
         ("prefill_chunk", "max_model_len", "no prompt is as long as a chunk"),
@@ -44,7 +44,7 @@ def check_sizes(options: argparse.Namespace) -> None:
 
 
 def _check_mixed(options: argparse.Namespace) -> None:
-    """Raises InputError where a step that also decodes would read more than was given for it."""
+    """Raises InputError if --mixed-tokens is less than a mixed step processes of one prompt."""
     tokens = getattr(options, "mixed_tokens", None)
     line = min(LINE_TOKENS, options.prefill_chunk or LINE_TOKENS)
     if tokens and tokens < line:
@@ -55,8 +55,8 @@ def _check_mixed(options: argparse.Namespace) -> None:
 
 
 def check_reuse(options: argparse.Namespace) -> None:
-    """Raises InputError where something is kept for a prefix cache that there is not, or guessed
-    where texts may not depend on each other."""
+    """Raises InputError for --checkpoints without a prefix cache, and for --speculate together with
+    --reproducible."""
     if options.checkpoints:
         states = f"{_named('checkpoints', options.checkpoints)} keeps states of cached prefixes"
         if options.no_prefix_cache:
@@ -73,7 +73,7 @@ def check_reuse(options: argparse.Namespace) -> None:
 
 
 def check_server(options: argparse.Namespace) -> None:
-    """Raises InputError for an option of the server without --port."""
+    """Raises InputError for a server option without --port."""
     if options.port is not None:
         return
     server = argparse.ArgumentParser(add_help=False)

@@ -1,4 +1,4 @@
-"""The options of the HTTP server, which `serve` accepts with `--port`."""
+"""The options of the HTTP server, which `serve` accepts together with `--port`."""
 
 import argparse
 import math
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxattn.cli.options.value_types import number, seconds, size
 
-# Names of jaxattn.server.decoding.message_format.FORMATS; the server is an extra.
+# The names in jaxattn.server.decoding.message_format.FORMATS, which needs the `server` extra.
 TOOL_PARSERS = (
     "hermes", "qwen3_coder", "glm", "deepseek_v3", "deepseek_v31", "deepseek_v32", "kimi_k2",
     "harmony", "llama3", "mistral", "mistral_array",
@@ -14,7 +14,7 @@ TOOL_PARSERS = (
 
 
 def add(root: argparse.ArgumentParser) -> None:
-    """The group of options that go with --port."""
+    """Adds the group of server options."""
     group = root.add_argument_group(
         "server", "HTTP server with OpenAI's and Anthropic's APIs; docs/server.md"
     )

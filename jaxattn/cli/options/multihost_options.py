@@ -1,4 +1,4 @@
-"""The options of `serve` for one engine over several processes; multihost.py reads them."""
+"""The options of `serve` for one engine over several processes, which multihost.py reads."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from jaxattn.cli.options.value_types import number, size
 
 
 def add(root: argparse.ArgumentParser) -> None:
-    """The group of options of several processes."""
+    """Adds the group of options for several processes."""
     group = root.add_argument_group(
         "several hosts", "one engine over the GPUs of several processes; docs/several-gpus.md"
     )

@@ -1,4 +1,4 @@
-"""The options of `serve` and `plan` that say how several GPUs divide a model."""
+"""The layout of a model over several GPUs, from the options of `serve` and `plan`."""
 
 import argparse
 
@@ -12,10 +12,10 @@ from jaxattn.parallel import DeviceGroup, Parallel
 
 
 def read_layout(options: argparse.Namespace) -> Parallel:
-    """The layout of the GPUs.
+    """Returns the layout over GPUs.
 
     Raises:
-        InputError: the numbers do not fit each other.
+        InputError: If the numbers do not form a valid layout.
     """
     try:
         return Parallel(
@@ -31,10 +31,10 @@ def read_layout(options: argparse.Namespace) -> Parallel:
 def shard_over_devices(
     model: Model, limits: Limits, parallel: Parallel
 ) -> tuple[Model, DeviceGroup | None]:
-    """(what one GPU of the layout runs of the model, the devices of its GPUs or None).
+    """Returns one GPU's shard of the model, and the group of devices or None for a single GPU.
 
     Raises:
-        InputError: the model has no such layout, or there are fewer devices.
+        InputError: If the model does not support the layout, or there are fewer devices.
     """
     if parallel.gpus == 1:
         return model, None

@@ -1,4 +1,4 @@
-"""The option parser of the commands: defaults, layout, cache formats and refusals."""
+"""The option parser of the commands, options shared by several commands, and input errors."""
 
 import argparse
 import re
@@ -16,14 +16,14 @@ MAX_TOKENS = 160
 BATCH = 4
 SERVER_BATCH = 16
 VERSION = f"jaxattn {__version__}"
-# Fields of `Limits` whose options have other names.
+# Fields of `Limits` -> options with other names.
 RENAMED = {
     "q_lens": "--q-len",
     "cache_format": "--kv-cache-dtype",
     "native_layers": "--kv-cache-native-layers",
 }
-# Names of `Limits` and `ModelPlacement` in a message, with "=value" or without. Those that are also
-# plain words count only with a value, or where they begin a sentence about one.
+# Matches fields of `Limits` and `ModelPlacement` in a message, with or without "=value". Fields
+# that are also plain words count only before a value or "must".
 _FIELD = re.compile(
     r"(?<![\w-])(?:(?P<name>max_model_len|num_pages|prefill_chunk|prefill_rows|prefill_tokens|mixed_tokens|reproducible|checkpoints|speculate_by|speculate|decode_buckets|prefill_buckets|q_lens"
     r"|cache_dtype|cache_format|native_layers)|(?P<word>batch|utilization|gpus|attention)(?=\s+(?:\d|must\b)|=))"
@@ -32,14 +32,14 @@ _FIELD = re.compile(
 
 
 class InputError(ValueError):
-    """What was asked for cannot be done; one line for the user."""
+    """Invalid input, with a one-line message for the user."""
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Raises an InputError for arguments that it cannot read.
+    """An argument parser that raises InputError instead of exiting.
 
     Attributes:
-        stray: a hint that the error adds behind words without an option.
+        stray: A hint that the error for a word without an option ends with.
     """
 
     stray = ""
@@ -51,7 +51,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default to each option that has one."""
+    """A formatter that adds the default to the help of each option, unless its help has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         written = action.help and "(default: " in action.help
@@ -64,21 +64,21 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class ProseHelpFormatter(argparse.RawDescriptionHelpFormatter, HelpFormatter):
-    """The same, with a description that keeps its lines."""
+    """A `HelpFormatter` that keeps the line breaks of the description."""
 
 
 def in_options(error: Exception | str) -> str:
-    """A message in one line, in which fields are the options that set them: 'num_pages=3' is
+    """Returns a message in one line, with fields replaced by their options: 'num_pages=3' becomes
     '--num-pages 3'."""
 
     def option(match: re.Match[str]) -> str:
         field = match["name"] or match["word"]
         name = RENAMED.get(field, "--" + field.replace("_", "-"))
         value = re.sub(r"[()'\s]|,(?=\))", "", match["value"] or "")
-        if field == "reproducible":  # a switch
+        if field == "reproducible":  # a flag without a value
             value = value.removeprefix("True")
         if field not in ("decode_buckets", "prefill_buckets", "q_lens"):
-            value = value.replace(",", "")  # of thousands: no option takes them
+            value = value.replace(",", "")  # options accept no thousands separators
         return f"{name} {value}".rstrip()
 
     return _FIELD.sub(option, " ".join(str(error).split()))
@@ -93,7 +93,7 @@ LAYOUT = {
 
 
 def add_cache_format(group: argparse._ActionsContainer) -> None:
-    """The options of the cache's format, for a parser or a group of one."""
+    """Adds the options of the KV cache format to a parser or a group."""
     group.add_argument(
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
@@ -111,7 +111,7 @@ def add_cache_format(group: argparse._ActionsContainer) -> None:
 
 
 def add_speculation(group: argparse._ActionsContainer) -> None:
-    """--speculate and --speculate-by, tokens that a step drafts for each row, and what does it."""
+    """Adds --speculate and --speculate-by: the number of draft tokens, and what drafts them."""
     group.add_argument(
         "--speculate",
         metavar="N",
@@ -130,7 +130,7 @@ def add_speculation(group: argparse._ActionsContainer) -> None:
 
 
 def add_dense(group: argparse._ActionsContainer) -> None:
-    """--dense, what a checkpoint's quantized matrices beside its experts are kept in."""
+    """Adds --dense, the format of a checkpoint's quantized matrices other than its experts."""
     group.add_argument(
         "--dense",
         choices=("fp8", "4bit", "bfloat16"),
@@ -141,6 +141,6 @@ def add_dense(group: argparse._ActionsContainer) -> None:
 
 
 def add_layout(group: argparse._ActionsContainer) -> None:
-    """--data, --tensor, --context and --expert; `parallel_config.read_layout` reads them."""
+    """Adds --data, --tensor, --context and --expert, which `parallel_config.read_layout` reads."""
     for name, what in LAYOUT.items():
         group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)

@@ -1,4 +1,4 @@
-"""The options of `python -m jaxattn.serve`, a function for each group of the help."""
+"""The options of `python -m jaxattn.serve`, with one function per group of the help."""
 
 import argparse
 import math
@@ -24,7 +24,7 @@ from jaxattn.cli.options.value_types import fraction, number, size, sizes
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options, in groups, each with its default in the help."""
+    """Returns the parser of the command's options."""
     root = OptionParser(
         prog=PROGRAM,
         formatter_class=HelpFormatter,
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_model(root: argparse.ArgumentParser) -> None:
-    """What is loaded, from where, and what runs it."""
+    """Adds the group of options that choose the model, its formats and its device."""
     group = root.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -90,7 +90,7 @@ def add_model(root: argparse.ArgumentParser) -> None:
 
 
 def add_prompts(root: argparse.ArgumentParser) -> None:
-    """What is continued, how far, and what ends it."""
+    """Adds the group of prompts, the maximum length and stop strings."""
     group = root.add_argument_group("prompts")
     group.add_argument(
         "--prompt",
@@ -128,7 +128,7 @@ def add_prompts(root: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(root: argparse.ArgumentParser) -> None:
-    """How the next token is drawn."""
+    """Adds the group of sampling parameters."""
     group = root.add_argument_group(
         "sampling",
         "the model's defaults come from its generation_config.json; with --port, a request may "
@@ -177,7 +177,7 @@ def add_sampling(root: argparse.ArgumentParser) -> None:
 
 
 def add_memory(root: argparse.ArgumentParser) -> None:
-    """The group of sizes: rows, caches, compiled shapes and the layout over GPUs."""
+    """Adds the group of sizes: rows, caches, compiled shapes and the layout over GPUs."""
     group = root.add_argument_group(
         "batch and memory", "sizes may end with k (1024) or m (1048576)"
     )
@@ -190,7 +190,7 @@ def add_memory(root: argparse.ArgumentParser) -> None:
 
 
 def _add_rows(group: argparse._ActionsContainer) -> None:
-    """How many rows there are, how long they get and how they are read."""
+    """Adds the options of rows, their length and their prefill."""
     group.add_argument(
         "--batch",
         metavar="N",
@@ -251,7 +251,7 @@ def _add_rows(group: argparse._ActionsContainer) -> None:
 
 
 def _add_reuse(group: argparse._ActionsContainer) -> None:
-    """What rows take from earlier ones: prefixes, states and guesses."""
+    """Adds the options of the prefix cache, checkpoint slots and speculative decoding."""
     group.add_argument(
         "--no-prefix-cache",
         action="store_true",
@@ -270,7 +270,7 @@ def _add_reuse(group: argparse._ActionsContainer) -> None:
 
 
 def _add_shapes(group: argparse._ActionsContainer) -> None:
-    """The pool's share of the memory, and the shapes to compile."""
+    """Adds the options of the memory's use and of the buckets to compile."""
     group.add_argument(
         "--utilization",
         metavar="F",
@@ -295,7 +295,7 @@ def _add_shapes(group: argparse._ActionsContainer) -> None:
 
 
 def _add_checks(group: argparse._ActionsContainer) -> None:
-    """What is kept of a compilation, what is refused after it, and the plan."""
+    """Adds the options of the compilation cache, the recompilation guard and the plan."""
     group.add_argument(
         "--compile-cache",
         metavar="DIR",
@@ -323,7 +323,7 @@ def _add_checks(group: argparse._ActionsContainer) -> None:
 
 
 def add_output(root: argparse.ArgumentParser) -> None:
-    """What the terminal gets."""
+    """Adds the group of options for the output."""
     group = root.add_argument_group("output")
     group.add_argument("--quiet", action="store_true", help="print only errors to stderr")
     group.add_argument("--version", action="version", version=VERSION)

@@ -1,4 +1,4 @@
-"""Values of options: sizes, numbers and times, each with what is wanted where one is refused."""
+"""The argparse types of options: sizes, numbers and times, with errors that state what is valid."""
 
 import argparse
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def size(text: str) -> int:
-    """'4096' or '4k' as a positive integer; k is 1024 and m is 1024 * 1024."""
+    """Parses a positive integer such as '4096' or '4k'; k is 1024 and m is 1024 * 1024."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
     value = 0
     if match:
@@ -22,7 +22,7 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """'1,8,64' as sizes, and '0' as none."""
+    """Parses sizes such as '1,8,64'; '0' gives an empty tuple."""
     if text.strip() == "0":
         return ()
     return tuple(size(part) for part in text.split(","))
@@ -31,7 +31,11 @@ def sizes(text: str) -> tuple[int, ...]:
 def number(
     kind: Callable[[str], float], accept: Callable[[Any], bool], wanted: str
 ) -> Callable[[str], Any]:
-    """An argparse type: `kind` of the text if it is accepted, else an error with what is wanted."""
+    """Returns an argparse type that converts a text with `kind`, and checks it with `accept`.
+
+    Args:
+        wanted: A description of the valid values, for the error.
+    """
 
     def parse(text: str) -> float:
         try:
@@ -46,10 +50,10 @@ def number(
 
 
 def fraction(text: str) -> float:
-    """Above 0 and at most 1."""
+    """Parses a number above 0 and at most 1."""
     return number(float, lambda x: 0 < x <= 1, "a fraction: use above 0 and at most 1")(text)
 
 
 def seconds(text: str) -> float:
-    """A time above 0."""
+    """Parses a finite time above 0."""
     return number(float, lambda x: 0 < x < math.inf, "a time: use seconds above 0")(text)

@@ -1,1 +1,1 @@
-"""`python -m jaxattn.serve`: prompts, a chat in the terminal, or an HTTP server."""
+"""`python -m jaxattn.serve`: prompt completion, a chat in the terminal, or an HTTP server."""

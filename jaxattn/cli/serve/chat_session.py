@@ -1,8 +1,8 @@
-"""A conversation in the terminal: lines of stdin are turns, and answers appear as they are written,
-their thoughts dim.
+"""A conversation in the terminal. Each line of stdin is a turn, and answers appear while they are
+generated, with dim reasoning.
 
-It ends with stdin or at Ctrl-C. The whole history is sent with each turn. When it grows beyond the
-model length, its oldest turns are dropped, and that is said.
+It ends with stdin or at Ctrl-C. Each turn's prompt contains the whole history. If the history
+exceeds the model length, the oldest turns are dropped with a message.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from jaxattn.engine.requests.request import GenerationStats, Request
 
 
 def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:
-    """The lines of stdin that say something.
+    """Yields the lines of stdin that are not blank.
 
     Args:
-        asks: a terminal shows where to type, and lines can be edited.
+        asks: Whether to show a prompt in the terminal and let the user edit lines.
     """
     lines = _asked() if asks else (line.rstrip("\n") for line in stdin)
     return (line for line in lines if line.strip())
 
 
 def _asked() -> Iterator[str]:
-    with contextlib.suppress(ImportError):  # not every system has it
-        import readline  # noqa: F401  # from here on input() edits lines
+    with contextlib.suppress(ImportError):  # not every system has this module
+        import readline  # noqa: F401  # makes input() edit lines
     while True:
         try:
             yield input("> ")
         except BaseException as ended:
-            print()  # what comes next begins on a line of its own
+            print()  # later output begins on a new line
             if isinstance(ended, EOFError):
                 return
             raise
@@ -45,14 +45,14 @@ def _asked() -> Iterator[str]:
 
 @dataclasses.dataclass(kw_only=True)
 class Conversation:
-    """A chat with one engine.
+    """A chat with a model in the terminal.
 
     Attributes:
-        history: the messages so far, system prompt and answers too.
-        texts: what the user wrote, by the number of the answer's request.
-        completions: the answers.
-        stats: of all answers together.
-        interrupted: the exit code that Ctrl-C or SIGTERM asked for, or None.
+        history: The messages so far, including the system prompt and answers.
+        texts: The user's texts by the id of the answer's request.
+        completions: The answers.
+        stats: The statistics of all answers together.
+        interrupted: The exit code for Ctrl-C or SIGTERM, or None.
     """
 
     engine: Engine
@@ -66,7 +66,7 @@ class Conversation:
     interrupted: int | None = None
 
     def hold(self, lines: Iterator[str]) -> None:
-        """Answers every line until there are no more, or until Ctrl-C."""
+        """Answers every line until the lines end, or until Ctrl-C."""
         try:
             with interrupts_raised() as asked:
                 for line in lines:
@@ -79,15 +79,15 @@ class Conversation:
             self.interrupted = code_of(ended)
 
     def answer(self, line: str, check: Callable[[], None]) -> None:
-        """One turn: the answer is printed while it is written, and joins the history.
+        """Answers one turn: prints the answer while it is generated, and adds it to the history.
 
         Args:
-            check: raises what Python may have lost of Ctrl-C.
+            check: Raises a Ctrl-C that Python may have lost; see `InterruptRequest.check`.
         """
         tokens = self._fitted(line)
         if tokens is None:
             return
-        from jaxattn.cli.serve.styled_message import MessageText  # other commands need no parser
+        from jaxattn.cli.serve.styled_message import MessageText  # only chats need the parser
 
         text, last = MessageText(self.requests.tokenizer, tokens), "\n"
 
@@ -117,9 +117,9 @@ class Conversation:
             self.history.append(text.message)
 
     def _fitted(self, line: str) -> list[int] | None:
-        """The history with this turn as tokens, without the oldest turns that do not fit.
+        """Adds a turn to the history, drops the oldest turns until it fits, and returns its tokens.
 
-        None if the turn alone is too long.
+        Returns None if this turn is too long by itself.
         """
         self.history.append(user(line))
         while True:

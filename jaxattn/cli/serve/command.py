@@ -1,11 +1,11 @@
-"""A model continues prompts or chats, many at a time, in one compiled step: python -m jaxattn.serve
+"""The command `python -m jaxattn.serve`, which completes prompts or chats in the terminal.
 
-With --port it serves over HTTP (http_server.py). Else what follows holds.
+With --port, it serves over HTTP instead (http_server.py). The following is about the terminal.
 
-The generated text goes to stdout (with `--json`, one JSON object instead), all else to stderr.
-Exit codes: 0; 1 if a request was refused, or if stdout is closed or its reader left; 2 for bad
-input; 130 after Ctrl-C and 143 after SIGTERM. What was generated until then is reported all the
-same. Before the first token, and at a second Ctrl-C, the command ends at once.
+The generated text goes to stdout (with `--json`, one JSON object instead), everything else to
+stderr. Exit codes: 0; 1 if a request was refused, or if stdout or its pipe is closed; 2 for bad
+input; 130 after Ctrl-C; 143 after SIGTERM. After the last two, the command still reports the text
+generated so far. Before the first token, and at a second Ctrl-C, it ends at once.
 """
 
 import argparse
@@ -53,12 +53,12 @@ from jaxattn.text import Tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command, and returns its exit code."""
     return exit_code(PROGRAM, lambda: run(parser().parse_args(argv)))
 
 
 def run(options: argparse.Namespace) -> int:
-    """Checks everything, compiles and loads, generates and reports."""
+    """Checks the input, compiles and loads the model, generates and reports."""
     messages = Console(
         stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=options.quiet
     )
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         messages.print("--checkpoint is called --model now; both work")
     chosen = choose(options)
     place, platform = multihost.read_place(options, os.environ), "cpu"
-    if place is None:  # several processes meet first, and choose nothing: all need the same
+    if place is None:  # several processes connect before they see devices, and choose no sizes
         stages.ended("reading")
         platform = use_device(options)
         stages.ended("device")
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
         check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
     stages.ended("prompts")
-    if options.device == "cpu":  # before JAX meets the other processes
+    if options.device == "cpu":  # before JAX connects to the other processes
         jax.config.update("jax_platforms", "cpu")
     with multihost.joined(place) as crew:
         if place is not None:
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def use_device(options: argparse.Namespace) -> str:
-    """Makes JAX use the device of the options; returns its platform."""
+    """Makes JAX use the device of the options, and returns its platform."""
     return choose_device(options.device, options.implementation, share_of_device(options))
 
 
@@ -123,7 +123,7 @@ def answered(
     requests: RequestFactory,
     messages: Console,
 ) -> int:
-    """Generates and reports, in the terminal; returns the exit code."""
+    """Generates and reports in the terminal, and returns the exit code."""
     options, limits = requests.options, engine.limits
     printer = TextPrinter(messages if options.json else Console())
     try:
@@ -137,13 +137,13 @@ def answered(
         messages.print(line)
     if options.json:
         print(json.dumps(to_json(done, settings(requests, limits), compile_seconds)), flush=True)
-    if interrupted and options.quiet:  # else the summary says it
+    if interrupted and options.quiet:  # otherwise the summary reports it
         print("interrupted", file=sys.stderr)
     return interrupted or int(done.refused)
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError where options contradict each other, or one wants another."""
+    """Raises InputError if options contradict each other, or an option requires another one."""
     if jax.config.jax_disable_jit:
         raise InputError("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it")
     if options.model is not None and options.checkpoint is not None:
@@ -162,7 +162,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    """Raises InputError where a chat is asked for that cannot be held."""
+    """Raises InputError if the options ask for a chat that is not possible."""
     if options.chat and not tokenizer.has_chat_template:
         raise InputError(
             "--chat: this model has no chat template; it continues texts: leave --chat out"
@@ -172,7 +172,7 @@ def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def settings(requests: RequestFactory, limits: Limits) -> dict[str, Any]:
-    """The options, with what stands for those that were not given."""
+    """Returns the options, with the values in effect for those that the user did not set."""
     given = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(requests.options).items()
@@ -188,10 +188,10 @@ def settings(requests: RequestFactory, limits: Limits) -> dict[str, Any]:
 def complete(
     engine: Engine, requests: RequestFactory, prompts: Sequence[Prompt], printer: TextPrinter
 ) -> tuple[RunReport, int | None]:
-    """(what became of the prompts, the exit code that Ctrl-C or SIGTERM asked for).
+    """Completes the prompts; returns the report, and the exit code for Ctrl-C or SIGTERM or None.
 
     Raises:
-        SealError: the engine is strict, and something was compiled or allocated.
+        SealError: If the engine is strict, and compiled or allocated anything.
     """
     given = [requests.request(prompt.tokens, place) for place, prompt in enumerate(prompts)]
     chat = requests.options.chat
@@ -223,10 +223,10 @@ def complete(
 def talk(
     engine: Engine, requests: RequestFactory, printer: TextPrinter, messages: Console
 ) -> tuple[RunReport, int | None]:
-    """A conversation in the terminal; returns what `complete` does.
+    """Holds a conversation in the terminal; returns the same as `complete`.
 
     Raises:
-        SealError: the engine is strict, and something was compiled or allocated.
+        SealError: If the engine is strict, and compiled or allocated anything.
     """
     held = Conversation(
         engine=engine,

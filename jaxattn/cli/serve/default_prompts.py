@@ -1,8 +1,8 @@
-"""The prompts that `python -m jaxattn.serve` continues when it is given none.
+"""The default prompts of `python -m jaxattn.serve`.
 
-Beginnings of Python whose greedy continuation by the embedded model is varied, and decided at every
-byte: the best two logits differ by a tenth or more, far above what another device's rounding
-changes (tests/engine/test_greedy.py).
+They are beginnings of Python code, with varied greedy continuations by the embedded model. At every
+byte, the best two logits differ by at least 0.1, far more than the rounding differences between
+devices (tests/engine/test_greedy.py).
 """
 
 PROMPTS = (

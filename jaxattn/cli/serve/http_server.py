@@ -1,8 +1,7 @@
-"""`python -m jaxattn.serve --port 8000`: the model behind HTTP, until SIGTERM or Ctrl-C.
+"""The HTTP server of `python -m jaxattn.serve --port 8000`, which runs until SIGTERM or Ctrl-C.
 
-The port is bound before anything is loaded. While the model is loaded and compiled, /health says
-503. This file imports jaxattn.server when it is asked for: the package's base has not what the
-server imports.
+It binds the port before it loads anything. While the model loads and compiles, /health answers 503.
+This file imports jaxattn.server lazily, because its dependencies need the `server` extra.
 """
 
 import argparse
@@ -32,12 +31,12 @@ from jaxattn.text import SamplingDefaults, Tokenizer
 if TYPE_CHECKING:
     from jaxattn.server.settings import ServerSettings
 
-# Options of the terminal, which say what to continue.
+# Options that only apply to the terminal.
 OF_TERMINAL = ("prompt", "chat", "system", "stop", "max_tokens", "json")
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises InputError where an option of the terminal comes with --port."""
+    """Raises InputError for an option of the terminal together with --port."""
     for name in OF_TERMINAL:
         if getattr(options, name):
             option = "--" + name.replace("_", "-")
@@ -54,10 +53,11 @@ def serve(
     stages: StageTimings,
     crew: ProcessGroup | None = None,
 ) -> int:
-    """Serves over HTTP; returns 0, or 1 if an answer was cut at the end.
+    """Serves over HTTP; returns 0, or 1 if the shutdown aborted an answer.
 
     Raises:
-        InputError: the extra is not installed, the port is taken, or the model cannot be served.
+        InputError: If the extra is not installed, the port is in use, or the model cannot be
+            served.
     """
     settings, embedding = _read_settings(options, chosen), chosen.embedding_defaults()
     from jaxattn.server import uvicorn_server  # installed, since the settings could be read
@@ -87,9 +87,9 @@ def serve(
         address = f"http://{host}:{bound.getsockname()[1]}"
         messages.print(stages.line())
         messages.print(f"serving {settings.names[0]} at {address}/v1; a page to chat at {address}/")
-        gc_pause.freeze_gc_heap()  # model, modules and what JAX keeps of them; requests come after
+        gc_pause.freeze_gc_heap()  # so far the heap holds the model, modules and JAX's caches
 
-    interrupt.listen(False)  # asyncio hears of signals from here on
+    interrupt.listen(False)  # asyncio handles signals from here on
     try:
         whole = uvicorn_server.run(
             ServedModel(
@@ -113,10 +113,10 @@ def serve(
 
 
 def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerSettings":
-    """The server's settings.
+    """Returns the server's settings.
 
     Raises:
-        InputError: the extra is not installed, or a file of keys cannot be read.
+        InputError: If the extra is not installed, or the file of API keys cannot be read.
     """
     try:
         from jaxattn.server import uvicorn_server  # noqa: F401  # run needs the whole extra
@@ -151,7 +151,7 @@ def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerS
 
 
 def _warn_of_others(settings: "ServerSettings", messages: Console) -> None:
-    """Says that others can use the server, where they can."""
+    """Prints a warning if other machines can use the server without a key."""
     if settings.local or settings.keys:
         return
     from jaxattn.server.http import api_keys
@@ -163,7 +163,7 @@ def _warn_of_others(settings: "ServerSettings", messages: Console) -> None:
 
 
 def _keep_compiled(messages: Console) -> None:
-    """Keeps executables in the user's cache folder, if it can be written."""
+    """Enables the compilation cache in the user's cache folder, if the folder is writable."""
     try:
         enable_compilation_cache(own_folder())
     except InputError as error:
@@ -171,7 +171,7 @@ def _keep_compiled(messages: Console) -> None:
 
 
 def defaults(options: argparse.Namespace, own: SamplingDefaults) -> SamplingDefaults:
-    """How requests are sampled that do not say it: as the options say, else as the model wants."""
+    """Returns the sampling defaults of requests: the options, or else the model's defaults."""
     names = [field.name for field in dataclasses.fields(SamplingDefaults)]
     given = {name: getattr(options, name) for name in names}
     return dataclasses.replace(
@@ -180,7 +180,7 @@ def defaults(options: argparse.Namespace, own: SamplingDefaults) -> SamplingDefa
 
 
 def _log_to_stderr(*, quiet: bool) -> None:
-    """Lines of the server's loggers, each as it is."""
+    """Sends the lines of the server's loggers to stderr, without a prefix."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("jaxattn.access", "jaxattn.server"):

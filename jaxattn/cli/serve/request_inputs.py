@@ -1,4 +1,4 @@
-"""Requests from the command line: prompts as tokens, sampling parameters and limits."""
+"""The requests of the command line: tokenized prompts, sampling parameters and limits."""
 
 import argparse
 import dataclasses
@@ -22,17 +22,17 @@ from jaxattn.memory.engine_limits import Limits, UnsetInt
 from jaxattn.models.interface import Model
 from jaxattn.text import ByteTokenizer, TextError, Tokenizer
 
-MOST_BYTES_OF_A_TOKEN = 128  # of stdin: a run of spaces or dashes can be one token
+MOST_BYTES_OF_A_TOKEN = 128  # a long run of spaces or dashes in stdin can be one token
 PLAIN = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What a user asks for.
+    """A user's prompt.
 
     Attributes:
-        tokens: as the model reads it, with a chat's template around it.
-        text: as the user wrote it; None for bytes, which need be no text.
+        tokens: The token ids, with the chat template applied for a chat.
+        text: The text that the user wrote; None for a prompt of bytes.
     """
 
     tokens: Sequence[int]
@@ -42,10 +42,11 @@ class Prompt:
 def read_prompts(
     prompts: Sequence[str] | None, stdin: TextIO | None, most: int = MAX_MODEL_LEN
 ) -> list[bytes]:
-    """The prompts' bytes. Of stdin, which may have no end, at most `most` are read.
+    """Returns the bytes of the prompts. Reads at most `most` bytes of stdin, which may be endless.
 
     Raises:
-        InputError: one is empty, or stdin is asked for twice, closed, or has `most` bytes.
+        InputError: If a prompt is empty, or stdin is used twice, closed, or at least `most` bytes
+            long.
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
@@ -73,10 +74,10 @@ def read_prompts(
 def encoded_prompts(
     options: argparse.Namespace, tokenizer: Tokenizer, stdin: TextIO | None, length: int
 ) -> list[Prompt]:
-    """The prompts of the options, each in its chat's template if a chat was asked for.
+    """Returns the tokenized prompts of the options, with --chat each in the chat template.
 
     Raises:
-        InputError: see `read_prompts`; or the template refuses them.
+        InputError: See `read_prompts`. Also if the chat template rejects a prompt.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return [Prompt(data) for data in read_prompts(options.prompt, stdin, length)]
@@ -91,12 +92,12 @@ def encoded_prompts(
 
 
 def converses(options: argparse.Namespace) -> bool:
-    """Whether the lines of stdin are turns of one chat."""
+    """Whether the options ask for a conversation, whose turns are the lines of stdin."""
     return options.chat and options.prompt is None
 
 
 def opening(options: argparse.Namespace) -> list[dict[str, str]]:
-    """How a chat begins."""
+    """Returns the messages with which a chat begins."""
     return [{"role": "system", "content": options.system}] if options.system else []
 
 
@@ -105,10 +106,10 @@ def user(text: str) -> dict[str, str]:
 
 
 def plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text as tokens.
+    """Returns the tokens of a text.
 
     Raises:
-        InputError: the tokenizer gives up on it.
+        InputError: If the tokenizer fails on the text.
     """
     try:
         return tokenizer.encode(text)
@@ -117,10 +118,10 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def in_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """A chat as tokens, up to where the answer begins.
+    """Returns the tokens of a chat, up to the beginning of the answer.
 
     Raises:
-        InputError: the template refuses it.
+        InputError: If the template rejects the messages.
     """
     try:
         return tokenizer.chat(messages)
@@ -129,7 +130,7 @@ def in_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> 
 
 
 def check_prompts(prompts: Sequence[Prompt], length: int, longest: int) -> None:
-    """Raises InputError if a prompt leaves nothing of `length` to generate."""
+    """Raises InputError if a prompt is empty, or leaves no room to generate within `length`."""
     for place, prompt in enumerate(prompts, 1):
         unit = "byte" if prompt.text is None else "token"
         if not prompt.tokens:
@@ -143,11 +144,11 @@ def check_prompts(prompts: Sequence[Prompt], length: int, longest: int) -> None:
 
 
 def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu") -> int:
-    """The longest row, prompt and continuation together, in tokens. On a GPU that of the model, of
-    which the engine may choose less (engine/startup/default_limits.py).
+    """Returns the maximum tokens of a row, prompt and continuation together. On a GPU the default
+    is the model's context, and the engine may choose less (engine/startup/default_limits.py).
 
     Raises:
-        InputError: the model has not that length.
+        InputError: If --max-model-len exceeds the model's context.
     """
     longest, wanted = model.max_position_embeddings, options.max_model_len
     if wanted is not None and wanted > longest:
@@ -161,11 +162,11 @@ def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu
 
 
 def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu") -> Limits:
-    """The engine's limits, with what the options leave open as it is on a CPU; `prepare` chooses it
-    anew on a GPU. No engine has more rows than a command has prompts.
+    """Returns the engine's limits. Limits without an option get the defaults for a CPU, which
+    `prepare` replaces on a GPU. Without --batch and --port, a GPU gets at most a row per prompt.
 
     Raises:
-        InputError: they make no sense; it names the options.
+        InputError: If the limits are invalid. The error names the options.
     """
     batch, checkpoints = options.batch, options.checkpoints
     if batch is None and converses(options):
@@ -174,7 +175,7 @@ def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu")
         batch = min(len(options.prompt or PROMPTS), MOST_ROWS)
     elif batch is None:
         batch = UnsetInt(BATCH if options.port is None else SERVER_BATCH)
-    if checkpoints is None:  # a conversation's next turn begins as this one ended
+    if checkpoints is None:  # a server resumes a conversation where its last turn ended
         none = options.port is None or options.no_prefix_cache or options.data > 1
         checkpoints = UnsetInt(0 if none else batch)
     try:
@@ -210,10 +211,10 @@ def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu")
 
 @dataclasses.dataclass(frozen=True)
 class RequestFactory:
-    """Makes the requests of a command, which share all but the prompt.
+    """The factory of a command's requests, which share everything except the prompt and the seed.
 
     Attributes:
-        length: of the longest row, prompt and continuation together, in tokens.
+        length: The maximum tokens of a row, prompt and continuation together.
     """
 
     options: argparse.Namespace
@@ -226,12 +227,13 @@ class RequestFactory:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of a chat that leave room for an answer, a quarter of the length at most."""
+        """The maximum tokens of a chat's prompt. It reserves up to a quarter of the row for the
+        answer."""
         return self.length - min(self.max_tokens, max(self.length // 4, 1))
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Each parameter: the user's, else the model's default, else the plain one."""
+        """The sampling parameters: the options, else the model's defaults, else `PLAIN`."""
         found = {}
         for name, plain in PLAIN.items():
             given, default = getattr(self.options, name), getattr(self.tokenizer.defaults, name)
@@ -239,7 +241,7 @@ class RequestFactory:
         return found
 
     def request(self, tokens: Sequence[int], number: int) -> Request:
-        """The request with this number, which names it and takes part in its draws."""
+        """Returns a request. Its number is its id, and is added to the seed."""
         return Request(
             tokens,
             max_tokens=self.max_tokens,

@@ -1,4 +1,4 @@
-"""An answer's text as the terminal shows it, with its thoughts dim."""
+"""The styled text of an answer in the terminal, with dim reasoning."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,19 +13,20 @@ from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.text import Tokenizer
 
 THOUGHTS = "dim"
-PROMPT_END = 32  # tokens, more than any template writes after the last message
+PROMPT_END = 32  # tokens; no template adds more after the last message
 
 
 class MessageText:
-    """The text of one answer of a chat, token by token, in pieces that each have a style.
+    """The incremental text of one chat answer, in pieces of (text, style).
 
-    Thoughts are dim, and stand between their tags, also where the template writes the first one.
+    Reasoning is dim and appears between its tags, even if the template wrote the first tag.
 
     Args:
-        prompt: tokens of the conversation, which may end within thoughts.
+        tokenizer: The model's tokenizer.
+        prompt: The tokens of the conversation, which may end within the reasoning.
 
     Attributes:
-        parts: thoughts and content so far.
+        parts: The reasoning and content so far.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -40,13 +41,13 @@ class MessageText:
         return self._pieces(self._parser.feed(self._stream.push(token)))
 
     def end(self) -> list[tuple[str, str | None]]:
-        """What is left after the last token."""
+        """Returns the remaining pieces after the last token."""
         rest = self._parser.feed(self._stream.end())
         return self._pieces([*rest, *self._parser.finish()])
 
     @property
     def message(self) -> dict[str, str]:
-        """The answer as a message of the conversation."""
+        """The answer as a message for the history."""
         found = {"role": "assistant", "content": self.parts.content}
         thoughts = self.parts.reasoning
         return found | ({"reasoning_content": thoughts} if thoughts else {})

@@ -1,4 +1,4 @@
-"""The text while it is generated: of one request as it comes, of several in their order."""
+"""The output of text during generation: immediately for one request, in order for several."""
 
 import re
 from collections import deque
@@ -13,12 +13,12 @@ from jaxattn.text import Tokenizer
 
 type StyledText = tuple[str, str | None]
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
-# A terminal would obey control characters; all but tab and newline are shown as undecodable.
+# Control characters, which a terminal would execute, become U+FFFD. Tab and newline stay.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 class TextPrinter:
-    """Writes pieces of text as they are: to a terminal in colour and without control characters."""
+    """A writer of text. A terminal gets colors and no control characters; a file gets the text."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -28,22 +28,22 @@ class TextPrinter:
             return
         if self._console.is_terminal:
             self._console.out(text.translate(CONTROL), style=style, end="", highlight=False)
-        else:  # not through rich, which expands tabs
+        else:  # bypasses rich, which would expand tabs
             self._console.file.write(text)
             self._console.file.flush()
 
 
 class TextStream:
-    """Prints tokens as text while they are generated, in the order of the requests.
+    """A printer of several requests' text during generation, in the order of the requests.
 
-    The first request that is not done flows as it is generated. What the others generate meanwhile
-    is kept and printed when those before them are done, so that every text can be read in one
-    piece. Of several, each line starts with its request's number. A request's prompt is printed
-    before its first token, dim on a terminal.
+    It prints the text of the first unfinished request immediately, and keeps the text of later
+    requests until those before them are done. Every text can therefore be read in one piece. With
+    several requests, each line starts with its request's number. Each prompt is printed before the
+    request's first token, dim on a terminal.
 
     Args:
-        prompts: of the requests, in their order.
-        chat: answers begin on a line of their own.
+        prompts: The prompts of the requests, in the same order.
+        chat: Whether the requests are chats, whose answers begin on a new line.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TextStream:
         self._done: set[int | None] = set()
 
     def token(self, request: Request, token: int) -> None:
-        """For `Engine.generate`'s `on_token`."""
+        """Takes a token. Pass this method to `Engine.generate` as `on_token`."""
         text = self._texts.get(request.id)
         if text is None:
             text = self._texts[request.id] = self._begun(self._prompts[request.id])
@@ -71,16 +71,16 @@ class TextStream:
         self._flush()
 
     def _begun(self, prompt: Prompt) -> "_BufferedText":
-        """A request's text, which its prompt begins."""
+        """Returns the text of a request, which begins with its prompt."""
         if self._chat:
-            from jaxattn.cli.serve.styled_message import MessageText  # others need no parser
+            from jaxattn.cli.serve.styled_message import MessageText  # only chats need the parser
 
             answer = MessageText(self._tokenizer, prompt.tokens)
             text = _BufferedText(answer.push, answer.end)
             text.add(f"{prompt.text}\n", style="dim")
             return text
-        # The stream has read the prompt: a character may lie on both sides of its end, and some
-        # tokenizers leave out a text's first space.
+        # The stream reads the prompt first, because a character may span the prompt's end, and some
+        # tokenizers drop the first space of a text.
         stream = self._tokenizer.stream()
         said = stream.push(*prompt.tokens)
         text = _BufferedText(
@@ -90,12 +90,12 @@ class TextStream:
         return text
 
     def finish(self, completion: Completion) -> None:
-        """For `on_finish`: lets the next request flow if this one did."""
+        """Lets the next request print if this one did. Pass this method as `on_finish`."""
         self._done.add(completion.request.id)
         self._flush()
 
     def close(self) -> None:
-        """Prints all that is left, as after Ctrl-C."""
+        """Prints the remaining text of all requests, for example after Ctrl-C."""
         self._done.update(self._turns)
         self._flush()
 
@@ -120,15 +120,15 @@ class TextStream:
 
 
 class _BufferedText:
-    """A request's text until it is printed.
+    """The unprinted text of a request.
 
     Args:
-        push: the pieces of a token.
-        end: what is left after the last one.
+        push: Returns the styled pieces of a token.
+        end: Returns the remaining pieces after the last token.
 
     Attributes:
-        waiting: lines or parts of one, each with its style.
-        line_begins: whether what was printed of it ends with a newline.
+        waiting: Lines or parts of lines, each with its style.
+        line_begins: Whether the text printed so far ends with a newline.
     """
 
     def __init__(
@@ -149,5 +149,5 @@ class _BufferedText:
             self.add(*piece)
 
     def add(self, text: str, style: str | None = None) -> None:
-        # Not splitlines, to which other characters than a newline end a line.
+        # `splitlines` would also split at other characters than a newline.
         self.waiting.extend((line, style) for line in re.findall(r"[^\n]*\n|[^\n]+", text))

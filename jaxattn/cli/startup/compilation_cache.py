@@ -1,8 +1,8 @@
-"""The folder of compiled executables for the next start.
+"""The folder that caches compiled executables for the next start.
 
-JAX names each one by its program, its options, and the versions of jaxlib and of the device's
-software. It does not name the processor, and code for one may stop another. So each kind of
-machine, and each version of this package, has a folder of its own.
+JAX's cache key contains the program, the options, and the versions of jaxlib and of the device's
+software. It lacks the processor, and code for one processor may crash on another. Each kind of
+machine, and each version of this package, therefore has a separate folder.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from jaxattn.cli.options.parser import InputError
 from jaxattn.engine.compilation.executable_cache import processor
 
 NONE = Path("none")
-LEAST_SECONDS = 0.1  # what compiles faster is not kept
+LEAST_SECONDS = 0.1  # executables that compile faster are not cached
 
 
 def enable_compilation_cache(folder: Path) -> None:
-    """Makes JAX keep what it compiles and tunes in a folder.
+    """Makes JAX cache compilation and autotuning results in a folder.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: If the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def enable_compilation_cache(folder: Path) -> None:
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """The folder of this machine and these versions, in the user's cache folder."""
+    """Returns the folder for this machine and these versions, within the user's cache folder."""
     home = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     device = jax.devices()[0]
     facts = (

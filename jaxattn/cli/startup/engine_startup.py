@@ -1,10 +1,10 @@
-"""From a model's files to a running engine: the weights are loaded while XLA compiles.
+"""The start of an engine from a model's files, which loads the weights while XLA compiles.
 
     measure the device, check the plan -> compile            -> start the engine
                                        -> fetch, check, load ->
 
-Loading begins when the device is measured, so that no weight counts as another's memory. The plan
-has to fit before, so that a model which does not fit is refused unread.
+Loading begins after the measurement of the device, which would count the weights as memory of
+others. It also begins after the check of the plan, so that a model that does not fit is never read.
 """
 
 import argparse
@@ -38,17 +38,19 @@ from jaxattn.text import Tokenizer
 
 
 def choose_device(device: str, implementation: str | None, utilization: float | None = None) -> str:
-    """Makes JAX use the device, and take as much of its memory as `utilization` says; returns the
-    platform.
+    """Makes JAX use a device and a fraction of its memory, and returns the platform.
+
+    Args:
+        utilization: The fraction; None leaves JAX's settings.
 
     Raises:
-        InputError: it is not there, or the implementation cannot run on it.
+        InputError: If the device does not exist, or the implementation cannot run on it.
     """
     if device == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    if utilization is not None:  # read once, when JAX first sees its devices
+    if utilization is not None:  # JAX reads these variables when it first sees its devices
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{utilization:.4f}")
-        # One piece from the start: a pool that grows is in pieces that a large cache may not fit.
+        # A pool that grows consists of pieces, into which a large cache may not fit.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     try:
         platform = jax.devices()[0].platform
@@ -68,7 +70,8 @@ def choose_device(device: str, implementation: str | None, utilization: float | 
 
 
 def share_of_device(options: argparse.Namespace) -> float | None:
-    """The share of a GPU's memory that JAX takes: the option's, or what is chosen without one."""
+    """Returns the fraction of a GPU's memory for JAX: --utilization, or else a default. The default
+    is None on a CPU or with --num-pages."""
     on_cpu = options.device == "cpu" or jax.config.jax_platforms == "cpu"
     if options.utilization is not None or options.num_pages is not None or on_cpu:
         return options.utilization
@@ -76,15 +79,15 @@ def share_of_device(options: argparse.Namespace) -> float | None:
 
 
 class LoadCancelled(Exception):
-    """What ends a loading that nobody waits for any more."""
+    """The exception that ends a load whose result is no longer needed."""
 
 
 class BackgroundLoad:
-    """Loads in a thread of its own. Leaving the context ends it.
+    """A load in a separate thread. Leaving the context cancels the load.
 
     Args:
-        load: makes what is loaded. It calls `watch` with every piece, and lets what that raises
-            pass.
+        load: Loads and returns the result. It must call `watch` for every piece, and must not catch
+            its exception.
     """
 
     def __init__(self, load: Callable[["BackgroundLoad"], Any]):
@@ -96,20 +99,20 @@ class BackgroundLoad:
         self._future = self._pool.submit(self._load, self)
 
     def watch(self) -> None:
-        """Raises LoadCancelled if the loading was ended."""
+        """Raises LoadCancelled if the load was cancelled."""
         if self._ended.is_set():
             raise LoadCancelled
 
     def check(self) -> None:
-        """Raises what went wrong with the loading, if it did."""
+        """Raises the load's error, if it has failed."""
         if self._future and self._future.done():
             self._future.result()
 
     def result(self) -> Any:
-        """What was loaded, once: nothing of it is kept here.
+        """Waits for the result and returns it. Can be called once, as this object drops the result.
 
         Raises:
-            What went wrong with the loading.
+            Exception: The load's error, if it failed.
         """
         assert self._future is not None
         future, self._future = self._future, None
@@ -134,18 +137,19 @@ def start_engine(
     crew: ProcessGroup | None = None,
     display: ProgressDisplay | None = None,
 ) -> tuple[Engine, dict[str, float]]:
-    """(a running engine, the seconds that each executable took to compile).
+    """Returns a running engine, and the seconds that each executable took to compile.
 
-    Executables and the engine's plan are printed before its state is allocated. A folder is checked
-    before anything is compiled, a model of the hub when it has been fetched.
+    This function prints the executables and the plan before the engine allocates its state. It
+    checks the weights of a folder before it compiles anything, and those of a hub model after the
+    download.
 
     Args:
-        crew: the processes that run one engine, of which the first leads it from here on.
-        display: of the progress, where others read it too.
+        crew: The processes that run one engine. The first one leads it from here on.
+        display: The display of the progress, if others read it too.
 
     Raises:
-        InputError: the model does not fit, its plan is printed; its weights are damaged or
-            cannot be fetched; or the named implementation refuses.
+        InputError: If the model does not fit, after printing its plan; if its weights are damaged
+            or cannot be fetched; or if the chosen implementation refuses the model.
     """
     parallel = read_layout(options)
     own, group = shard_over_devices(model, limits, parallel)
@@ -163,7 +167,8 @@ def start_engine(
             placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
             if group:
                 return placed
-            # By many small programs. Steps are lowered first: their compilation waits for that.
+            # Packing runs many small programs. It waits until the steps are lowered, because the
+            # compilation of the steps waits for their lowering.
             with PROCESS_STATE.lowering:
                 return served.pack(placed)
 

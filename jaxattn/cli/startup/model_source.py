@@ -1,8 +1,8 @@
-"""The source of a command's model: a folder of either format, a GGUF file, a hub name, or the
+"""The source of a command's model: a folder in either format, a GGUF file, a hub name, or the
 embedded model.
 
-Each step can refuse the model before the next costs anything: config.json, then the tokenizer, then
-the weights.
+The commands read config.json, then the tokenizer, then the weights. Each step can reject the model
+before the next, more expensive one.
 """
 
 import argparse
@@ -36,20 +36,21 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model of which config.json was read, and no more.
+    """A model whose config.json has been read.
 
     Attributes:
-        name: on the hub; None for a folder.
+        folder: The model's folder or GGUF file.
+        name: The model's name on the hub; None for a local model.
     """
 
     folder: ModelFolder
     name: str | None = None
 
     def tokenizer(self) -> text.Tokenizer:
-        """What turns text into the model's tokens; its files are fetched for it.
+        """Loads the model's tokenizer. Downloads its files for a model on the hub.
 
         Raises:
-            InputError: it is missing or damaged.
+            InputError: If the tokenizer is missing or damaged.
         """
         if isinstance(self.folder, NativeFolder) and self.folder.model.vocab_size == BYTES:
             return text.ByteTokenizer()
@@ -72,10 +73,10 @@ class ModelSource:
                 ) from error
 
     def embedding_defaults(self) -> EmbeddingDefaults:
-        """What embeddings of the model are; its files were fetched with the tokenizer's.
+        """Reads the defaults of the model's embeddings. Their files come with the tokenizer's.
 
         Raises:
-            InputError: one is damaged.
+            InputError: If a file is damaged.
         """
         if isinstance(self.folder, GgufFile):
             return EmbeddingDefaults()
@@ -83,20 +84,20 @@ class ModelSource:
             return read_embedding_defaults(self.folder.path)
 
     def model(self, tokenizer: text.Tokenizer) -> DecoderModel:
-        """The model, which samples none but the tokenizer's tokens."""
+        """Returns the model, restricted to sampling ids of the tokenizer's vocabulary."""
         model = self.folder.model
         if tokenizer.vocab_size < model.vocab_size:
             return model.with_tokens(tokenizer.vocab_size)
         return model
 
     def weights(self, on_fetch: OnProgress | None = None) -> CheckpointWeights:
-        """The weights: fetched and checked, and not on the device.
+        """Downloads and checks the weights, without placing them on a device.
 
         Args:
-            on_fetch: called with the bytes that are fetched and the bytes in all.
+            on_fetch: Called with the number of downloaded bytes and the total number of bytes.
 
         Raises:
-            InputError: they are missing or damaged, or cannot be fetched.
+            InputError: If the weights are missing or damaged, or cannot be downloaded.
         """
         with refusals():
             if self.name:
@@ -107,10 +108,11 @@ class ModelSource:
 
 
 def choose(options: argparse.Namespace) -> ModelSource:
-    """The model that the options name.
+    """Returns the model that the options name.
 
     Raises:
-        InputError: there is none, its config.json is missing or damaged, or it is not supported.
+        InputError: If the model does not exist or is not supported, or its config.json is missing
+            or damaged.
     """
     given = options.checkpoint if options.model is None else options.model
     if given == "":
@@ -127,24 +129,24 @@ def choose(options: argparse.Namespace) -> ModelSource:
 
 
 def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
-    """(the folder with a model's config.json or the GGUF file, its name if it is one on the hub, of
-    which no other file is fetched).
+    """Returns the folder with a model's config.json or the GGUF file, and the model's name on the
+    hub or None. Downloads only config.json.
 
     Raises:
-        InputError: it is neither a folder nor a name, or a folder with a revision.
-        CheckpointError: the hub has no such model or revision, or is not reached.
+        InputError: If `given` is neither a path nor a name, or is a path with a revision.
+        CheckpointError: If the hub has no such model or revision, or cannot be reached.
     """
     path = Path(given).expanduser()
     name = given if not path.exists() and is_name(given) else None
     if revision and not name:
         raise InputError(f"--revision is for a name on the hub, and {path} is none")
     if name:
-        # Half a second of imports, for which a folder does not wait.
+        # These imports take half a second, and only hub models need them.
         from huggingface_hub.utils import logging
 
         from jaxattn.models.loading import hub_download
 
-        logging.set_verbosity_error()  # what ends a command is said in one line
+        logging.set_verbosity_error()  # the command prints its own one-line errors
         return hub_download.fetch_config(name, revision=revision), name
     if not path.is_dir() and not is_gguf(path):
         raise InputError(
@@ -155,7 +157,7 @@ def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
 
 
 def is_name(given: str) -> bool:
-    """Whether a text can be a model's name on the hub, as "org/name" is."""
+    """Whether a text has the form of a model's name on the hub, "org/name"."""
     return _NAME.fullmatch(given) is not None
 
 
@@ -166,11 +168,12 @@ def read(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> ModelFolder:
-    """A folder's config.json.
+    """Reads a folder's config.json.
 
     Raises:
-        CheckpointError: it is missing or damaged, or the model is not supported.
-        InputError: the folder says its dtype itself.
+        CheckpointError: If it is missing or damaged, or the model is not supported.
+        InputError: If a dtype or format option does not apply because the folder fixes it, or if
+            the model has no draft head for --speculate-by mtp.
     """
     try:
         return read_folder(path, dtype=dtype, experts=experts, dense=dense, draft_head=draft_head)
@@ -187,7 +190,7 @@ def read(
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Says in one line what is wrong with a model's files."""
+    """A context that turns errors in a model's files into a one-line InputError."""
     try:
         yield
     except (CheckpointError, text.TextError) as error:

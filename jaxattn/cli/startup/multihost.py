@@ -1,11 +1,11 @@
-"""The options of `serve` for one engine over several processes, and how a process joins the others.
+"""The start of `serve` with one engine over several processes.
 
     serve --processes 2 --process 0 --coordinator host-0:1234 --tensor 16       on host-0
     serve --processes 2 --process 1 --coordinator host-0:1234 --tensor 16       on host-1
     srun ... serve --cluster slurm --tensor 16                                  on both
 
-Process 0 takes requests; the others run what it sends. JAX's processes meet at the coordinator's
-port, and the engine's at the next.
+Process 0 accepts requests, and the others execute its commands. JAX's processes connect through the
+coordinator's port, and the engine's through the next port.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from jaxattn.parallel import Parallel
 from jaxattn.parallel.nccl_comm_split_flag import disable_comm_split
 
 PORT = 1234
-HEARTBEAT_SECONDS = 100  # of JAX's own watch, which says less: the crew's is first
+HEARTBEAT_SECONDS = 100  # JAX's timeout; the process group's is shorter and its errors say more
 
 
 class DistributedConfig(NamedTuple):
-    """A process among those of an engine."""
+    """The place of a process among those of an engine."""
 
     rank: int
     processes: int
@@ -43,7 +43,7 @@ class DistributedConfig(NamedTuple):
 
     @property
     def meeting(self) -> str:
-        """Where the engine's processes meet."""
+        """The address at which the engine's processes connect."""
         host, port = host_and_port(self.coordinator)
         return f"{'0.0.0.0' if self.rank == 0 else host}:{port + 1}"
 
@@ -51,10 +51,10 @@ class DistributedConfig(NamedTuple):
 def read_place(
     options: argparse.Namespace, environment: Mapping[str, str]
 ) -> DistributedConfig | None:
-    """Which process this is; None where there is one alone.
+    """Returns the place of this process; None for a single process.
 
     Raises:
-        InputError: something is missing, or contradicts the rest.
+        InputError: If an option is missing, or contradicts the others.
     """
     found: dict[str, Any] = {"process": None, "processes": None, "coordinator": None}
     if options.cluster == "slurm":
@@ -96,18 +96,19 @@ def read_place(
 
 @contextlib.contextmanager
 def joined(place: DistributedConfig | None, **options: Any) -> Iterator[ProcessGroup | None]:
-    """JAX's runtime over the processes, and their crew; to be entered before JAX sees a device.
+    """Starts JAX's distributed runtime and yields the process group. Enter it before JAX sees a
+    device.
 
-    What is raised inside ends all processes with one line, and so do others that do not come. At
-    the end the leader tells the others that it is done.
+    An exception inside the context ends all processes with one line, and so does a process that
+    does not connect. At the end, the leader tells the others that it is done.
 
     Args:
-        options: of `ProcessGroup`.
+        options: Keyword arguments of `ProcessGroup`.
     """
     if place is None:
         yield None
         return
-    disable_comm_split(os.environ)  # `initialize` refuses where a backend has started
+    disable_comm_split(os.environ)  # must precede any backend; `initialize` raises if one runs
     jax.distributed.initialize(
         place.coordinator,
         place.processes,
@@ -128,7 +129,7 @@ def joined(place: DistributedConfig | None, **options: Any) -> Iterator[ProcessG
 
 
 def facts(chosen: ModelSource, limits: Limits, parallel: Parallel) -> dict[str, str]:
-    """What has to be the same in all processes, by names that an error can use."""
+    """Returns the facts that all processes must share, by the names that errors use."""
     path = chosen.folder.path
     return {
         "jaxattn": __version__,
@@ -142,7 +143,8 @@ def facts(chosen: ModelSource, limits: Limits, parallel: Parallel) -> dict[str, 
 
 
 def _of_slurm(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Of `srun`: a process for each task, whose first node leads."""
+    """Returns the place from the environment of `srun`: one process per task, led by the first
+    node."""
     try:
         nodes = environment["SLURM_STEP_NODELIST"]
         rank, processes = environment["SLURM_PROCID"], environment["SLURM_STEP_NUM_TASKS"]
@@ -156,7 +158,7 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _of_kubernetes(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Of a LeaderWorkerSet, which says all; of an indexed Job, which says the number alone."""
+    """Returns the place in a LeaderWorkerSet, or only the process's number in an indexed Job."""
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         return {
             "process": int(environment["LWS_WORKER_INDEX"]),
@@ -173,6 +175,6 @@ def _of_kubernetes(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def first_node(nodes: str) -> str:
-    """The first of a list of nodes as Slurm writes it, as in "gpu[003-006,010],cpu1"."""
+    """Returns the first node of a Slurm node list such as "gpu[003-006,010],cpu1"."""
     first = re.split(r",(?![^\[]*\])", nodes)[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)

@@ -1,4 +1,4 @@
-"""One display of all that goes on before an engine runs: bytes that move, steps that compile."""
+"""The progress display of an engine's start: downloads, loading and compilation."""
 
 from types import TracebackType
 from typing import Any
@@ -18,11 +18,11 @@ from rich.text import Text
 
 from jaxattn import interrupt
 
-CURSOR = b"\x1b[?25h\n"  # shows it: the display hides it, in a line without an end
+CURSOR = b"\x1b[?25h\n"  # shows the cursor, which the display hides, and ends the line
 
 
 class BytesColumn(ProgressColumn):
-    """Of a task that moves bytes: how many of how many, and how fast."""
+    """The column of a task that moves bytes: the bytes done, the total and the rate."""
 
     def render(self, task: Task) -> Text:
         if not task.fields.get("moves"):
@@ -33,7 +33,7 @@ class BytesColumn(ProgressColumn):
 
 
 class ProgressDisplay:
-    """Shows what compiles and what moves, from any thread. Without a task it prints nothing."""
+    """A live display of compilation and byte transfers. It is thread-safe, and empty at first."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -48,24 +48,24 @@ class ProgressDisplay:
         self._tasks: dict[str, TaskID] = {}
 
     def begins(self, count: int) -> None:
-        """So many executables are compiled next; a terminal shows them as they come."""
+        """Announces the number of executables to compile. A terminal shows each when it begins."""
 
     def says(self, what: str) -> None:
-        """Something else begins, for which a terminal's reader waits a moment."""
+        """Announces another stage. A terminal does not show it, as the stage is short."""
 
     def compiles(self, name: str, *, done: bool) -> None:
-        """An executable begins to be compiled, or is."""
+        """Reports that the compilation of an executable begins or is done."""
         task = self._task(f"compiling {name}", total=1)
         if done:
             self._progress.update(task, completed=1)
 
     def moved(self, what: str, done: int, total: int) -> None:
-        """So many bytes of what is fetched or loaded."""
+        """Reports the bytes done and in total of a download or load."""
         task = self._task(what, total=total, moves=True)
         self._progress.update(task, completed=done, total=total)
 
     def tasks(self) -> list[dict[str, Any]]:
-        """What has begun so far, as JSON; from any thread."""
+        """Returns the tasks that have begun, as JSON objects. It is thread-safe."""
         return [
             {
                 "name": task.description,
@@ -77,20 +77,20 @@ class ProgressDisplay:
         ]
 
     def stop(self) -> None:
-        """Leaves its last state on the terminal."""
+        """Stops the display, whose last state stays on the terminal."""
         if self._tasks:
             self._progress.stop()
         interrupt.before_end(None)
 
     def _task(self, name: str, *, total: int, moves: bool = False) -> TaskID:
         if name not in self._tasks:
-            self._progress.start()  # not earlier: an empty display prints an empty line
+            self._progress.start()  # only now, as an empty display prints an empty line
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 interrupt.before_end(CURSOR)
         return self._known(name, total=total, moves=moves)
 
     def _known(self, name: str, *, total: int, moves: bool = False) -> TaskID:
-        """A task that is told to other readers, such as the server's page."""
+        """Returns a task, and adds it for readers of `tasks` if it is new."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, moves=moves)
         return self._tasks[name]

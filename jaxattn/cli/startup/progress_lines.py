@@ -1,4 +1,4 @@
-"""Progress as plain lines, for a stderr that is a file or a pipe: each is there when it happens."""
+"""Progress as plain lines, for a stderr that is a file or a pipe."""
 
 import threading
 import time
@@ -8,15 +8,15 @@ from rich.filesize import decimal
 
 from jaxattn.cli.startup.progress_display import ProgressDisplay
 
-EVERY = 5.0  # seconds between two lines of one task: a log tells of hours
+EVERY = 5.0  # seconds between two lines of one task, to keep long logs short
 
 
 class ProgressLines(ProgressDisplay):
-    """Prints what compiles and what moves, from any thread: the beginning and the end of each task,
-    and a line every few seconds in between.
+    """A thread-safe printer of progress lines: at the beginning and the end of each task, and every
+    few seconds in between.
 
     Args:
-        every: seconds between two lines of one task; None is EVERY.
+        every: The seconds between two lines of one task; None for EVERY.
     """
 
     def __init__(self, console: Console, every: float | None = None):
@@ -59,7 +59,7 @@ class ProgressLines(ProgressDisplay):
         self._console.print(what)
 
     def stop(self) -> None:
-        """Every line is there already."""
+        """Does nothing, as all lines are printed already."""
 
     def _due(self, task: str, *, last: bool) -> bool:
         now = time.perf_counter()
@@ -70,7 +70,7 @@ class ProgressLines(ProgressDisplay):
 
 
 def progress(console: Console) -> ProgressDisplay:
-    """What shows the progress of a start: a display on a terminal, else lines."""
+    """Returns the progress output of a start: a display on a terminal, otherwise lines."""
     return (
         ProgressDisplay(console) if console.is_terminal or console.quiet else ProgressLines(console)
     )

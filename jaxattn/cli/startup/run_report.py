@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def plan_lines(plan: MemoryPlan) -> Iterable[str]:
-    """The memory plan in a few lines: its sum, its parts, what it leaves, and what was chosen."""
+    """Yields a summary of the memory plan: the total, its parts, the free memory and choices."""
     yield f"memory plan for {plan.title}: {plan.total:,} bytes in total"
     parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in plan.items if item.nbytes]
     yield f"  in MiB: {', '.join(parts)}"
@@ -35,12 +35,13 @@ def plan_lines(plan: MemoryPlan) -> Iterable[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What a command did.
+    """The results of a command.
 
     Attributes:
-        stats: of all requests together.
-        texts: the prompts as the user wrote them, by request; of bytes there need be none.
-        measured: bytes by what was measured, see `MEASURES`.
+        completions: The completions of all requests.
+        stats: The statistics of all requests together.
+        texts: The prompts that the user wrote, by request id. Prompts of bytes may have none.
+        measured: The measured bytes, by the names in `MEASURES`.
     """
 
     engine: Engine
@@ -52,12 +53,12 @@ class RunReport:
 
     @property
     def refused(self) -> bool:
-        """Whether a request was."""
+        """Whether the engine refused a request."""
         return any(each.finish_reason == FinishReason.REFUSED for each in self.completions)
 
 
 def summary_lines(run: RunReport) -> Iterable[str]:
-    """Each request's end, then tokens per second, planned and measured bytes."""
+    """Yields the end of each request, then tokens per second, and planned and measured bytes."""
     engine, completions, stats, measured = run.engine, run.completions, run.stats, run.measured
     for completion in completions:
         number = (completion.request.id or 0) + 1
@@ -84,7 +85,7 @@ def summary_lines(run: RunReport) -> Iterable[str]:
 
 
 def ending(completion: Completion) -> str:
-    """How long a text is and why it ends, with the option that cut it if one did."""
+    """Returns the length of a text and the reason of its end, with the option that limited it."""
     tokens, asked = len(completion.tokens), completion.request.max_tokens
     reason = str(completion.finish_reason)
     if reason == "length":
@@ -103,7 +104,7 @@ MEASURES = {
 
 
 def measure() -> dict[str, int]:
-    """What the process took, as far as the platform can say; names as in `MEASURES`."""
+    """Returns the memory use that the platform can report, by the names in `MEASURES`."""
     stats = jax.devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return {
@@ -123,7 +124,7 @@ def measure() -> dict[str, int]:
 def to_json(
     run: RunReport, settings: dict[str, Any], compile_seconds: dict[str, float]
 ) -> dict[str, Any]:
-    """The whole run as plain values; keys end in their units."""
+    """Returns the whole run as JSON values. Keys of quantities end in their units."""
     engine, stats, device = run.engine, run.stats, jax.devices()[0]
     decode = run.tokenizer.decode
     return {
@@ -164,7 +165,7 @@ def to_json(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide the result."""
+    """Returns the versions of Python and of the packages that determine the result."""
     packages = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")}
     return {"python": platform.python_version(), "jaxattn": __version__, **packages}
 

@@ -1,4 +1,4 @@
-"""Timings of the stages between a command's start and its first request."""
+"""The timings of the stages between a command's start and its first request."""
 
 import os
 import time
@@ -9,9 +9,9 @@ _IMPORTED = time.perf_counter()
 
 
 def since_start(file: Path = Path("/proc/self/stat")) -> float:
-    """Seconds since the process began; where the system does not say it, since this import."""
+    """Returns the seconds since the process began, or since this import if that is unknown."""
     try:
-        # The name of the program, in parentheses, may have spaces.
+        # The program's name, in parentheses, may contain spaces.
         fields = file.read_text().rpartition(")")[2].split()
         began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - began
@@ -20,10 +20,10 @@ def since_start(file: Path = Path("/proc/self/stat")) -> float:
 
 
 class StageTimings:
-    """One stage after another, from the start of the process.
+    """The durations of successive stages, from the start of the process on.
 
     Attributes:
-        seconds: of each stage that has ended, by its name.
+        seconds: The duration of each stage that has ended, by its name.
     """
 
     def __init__(self) -> None:
@@ -34,21 +34,21 @@ class StageTimings:
         return sum(self.seconds.values())
 
     def ended(self, name: str) -> None:
-        """The stage that began where the one before it ended is over."""
+        """Records the end of a stage, which began at the end of the stage before it."""
         self.seconds[name] = since_start() - self.total
 
     def line(self) -> str:
-        """All of them in one line."""
+        """Returns all stages in one line."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return f"ready {self.total:.1f} s after the start: {parts}"
 
 
 def executable_lines(seconds: dict[str, float], code: int) -> Iterable[str]:
-    """Which executables there are, and how long each took to trace, lower and compile.
+    """Yields lines with the executables, and the time to trace, lower and compile each.
 
     Args:
-        seconds: by the executable's name.
-        code: bytes of machine code of all of them; 0 where the platform does not say.
+        seconds: The time of each executable, by its name.
+        code: The total bytes of machine code; 0 if unknown.
     """
     size = f", {code / 2**20:,.1f} MiB of code" if code else ""
     yield f"{len(seconds)} executables{size}, in seconds:"

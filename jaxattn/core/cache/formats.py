@@ -1,9 +1,9 @@
 """Cache formats: the page size, and the storage of MLA's latents and of keys and values.
 
-A latent is R dims that keys and values share and P rotated dims. FP8 formats store one scale per
-cache (float8_e4m3fn) or one per 128 dims beside the codes (uint8). Keys and values are a slot per
-token and head: numbers of one dtype, e4m3 numbers whose scales lie outside, or TurboQuant's codes
-with their norm, scale and minimum.
+A latent is R dims that keys and values share, and P rotated dims. FP8 formats store one scale per
+cache (float8_e4m3fn), or one per 128 dims next to the codes (uint8). For keys and values the cache
+stores one slot per token and head. A slot holds numbers of one dtype, e4m3 numbers with scales
+elsewhere, or TurboQuant's codes with their norm, scale and minimum.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from jaxattn.core.validation.arguments import CACHES
 from jaxattn.core.validation.array_checks import FLOATS, check_sizes, is_integer
 
 FP8, BYTES = jnp.dtype("float8_e4m3fn"), jnp.dtype("uint8")
-# The bits of e4m3 numbers. XLA for a CPU widens a whole array of FP8 around a write to a part of
-# it, and around a gather. It does neither to integers.
+# The bits of e4m3 numbers. XLA on a CPU widens a whole FP8 array, but not one of integers, around a
+# write to a part of it and around a gather.
 FP8_BITS = jnp.dtype("int8")
 
-# Bits of a key's and of a value's number (arXiv 2504.19874, as vLLM names them).
+# Bits of a key's and of a value's numbers (arXiv 2504.19874, under vLLM's names).
 TURBOQUANT = {"k8v4": (8, 4), "4bit_nc": (4, 4), "k3v4_nc": (3, 4), "3bit_nc": (3, 3)}
-# What `Limits.cache_format` and --kv-cache-dtype may be. "auto" is the model's own.
+# Values of `Limits.cache_format` and --kv-cache-dtype. "auto" is the model's own format.
 CACHE_FORMATS = ("auto", "bfloat16", "fp8", "fp8_block", *TURBOQUANT)
 
 
@@ -35,23 +35,23 @@ INDEX_KEYS = (*FLOATS, FP8.name)  # dtypes of an indexer's cached keys
 FP8_MAX = 448.0
 
 
-# Of a scale: with the first, the smallest e4m3 number 2**-9 is the smallest normal bfloat16; with
-# the other the largest, 448, is still a float32 number.
+# Exponents of a scale: with the first, the smallest e4m3 number, 2**-9, is the smallest normal
+# bfloat16. With the second, the largest, 448, is still a float32 number.
 MIN_EXPONENT, MAX_EXPONENT = -117, 119
 
 
 @dataclasses.dataclass(frozen=True)
 class LatentFormat:
-    """The format of a latent cache: `jnp.zeros((L, N, C, format.width), format.dtype)` is a cache.
+    """The storage of a token in a latent cache, `jnp.zeros((L, N, C, format.width), format.dtype)`.
 
     Attributes:
-        dtype: the dtype of the cache, which determines the format.
+        dtype: Dtype of the cache, which determines the format.
         kv_lora_rank: R; a multiple of 128 if the cache is uint8.
         qk_rope_head_dim: P; 0 for a model without RoPE.
 
     Raises:
-        TypeError: no format has this dtype, or R or P is not an integer.
-        ValueError: the format does not support R or P.
+        TypeError: No format has that dtype, or R or P is not an integer.
+        ValueError: R or P does not fit.
     """
 
     dtype: Any
@@ -96,23 +96,23 @@ class LatentFormat:
 
     @property
     def width(self) -> int:
-        """Elements of the cache's last axis."""
+        """The number of elements in the cache's last axis."""
         if self.block_scaled:
             return self.kv_lora_rank + self.kv_lora_rank // BLOCK * 4 + self.qk_rope_head_dim * 2
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token in one layer."""
+        """The bytes of a token in one layer."""
         return self.width * self.dtype.itemsize
 
     def pack(self, latent: Float[Array, "*t D"], kv_scale: Any = None) -> Num[Array, "*t Ds"]:
-        """What the cache stores for `latent`."""
+        """Converts latents to the form in which the cache stores them."""
         if not self.quantized:
             return latent.astype(self.dtype)
         if self.per_tensor:
             return _to_fp8(_without_inf(latent) / kv_scale)
-        # Sliced before anything else, so that XLA sees that no scale is of the rotated dims.
+        # Sliced first, so that XLA sees that the rotated dims affect no scale.
         rank, tokens = self.kv_lora_rank, latent.shape[:-1]
         blocks = _without_inf(latent[..., :rank]).reshape(*tokens, rank // BLOCK, BLOCK)
         scales = _block_scales(blocks)
@@ -124,10 +124,9 @@ class LatentFormat:
         return jnp.concatenate([_as_bytes(x).reshape(*tokens, -1) for x in parts], axis=-1)
 
     def unpack(self, stored: Num[Array, "*t Ds"], kv_scale: Any = None) -> Float[Array, "*t D"]:
-        """The latents of a cache: float32 if the cache is quantized, otherwise in the cache's
-        dtype.
+        """Converts stored latents back, to float32 if they are quantized, otherwise unchanged.
 
-        Differentiable in `kv_scale`, but not in quantized numbers.
+        The conversion is differentiable in `kv_scale`, but not in quantized numbers.
         """
         if self.per_tensor:
             return lax.stop_gradient(stored).astype(jnp.float32) * kv_scale
@@ -145,15 +144,16 @@ class LatentFormat:
 
 @dataclasses.dataclass(frozen=True)
 class IndexKeyFormat:
-    """How a cache stores the keys of an indexer: numbers of one dtype, or e4m3 numbers with a scale
-    for each token: a power of two, or NaN of a key with NaN or Inf.
+    """The storage of an indexer's keys: numbers of one dtype, or e4m3 with a scale per token.
+
+    The scale is a power of two, or NaN for a key with NaN or Inf.
 
     Attributes:
-        dtype: of the cache; it chooses the format.
-        head_dim: of a key.
+        dtype: Dtype of the cache, which determines the format.
+        head_dim: Dimension of a key.
 
     Raises:
-        TypeError: no format has that dtype.
+        TypeError: No format has that dtype.
     """
 
     dtype: Any
@@ -169,31 +169,32 @@ class IndexKeyFormat:
 
     @property
     def scaled(self) -> bool:
-        """Whether the stored numbers need scales, float32 of each token."""
+        """Whether the stored numbers need scales, one float32 per token."""
         return bool(self.dtype == FP8)
 
     def pack(self, keys: Float[Array, "*t D"]) -> tuple[Num[Array, "*t D"], Array | None]:
-        """What the cache stores for `keys`, and their scales, if it has any."""
+        """Returns the stored form of `keys`, and their scales or None."""
         if not self.scaled:
             return keys.astype(self.dtype), None
         keys = _without_inf(keys)
         scales = _block_scales(keys)
         numbers = _to_fp8(keys / scales[..., None])
-        # Its scores are NaN whatever the query is: a kernel that widens no NaN finds it here.
+        # The key's scores must be NaN for any query; a kernel that does not widen NaN finds it in
+        # the scale.
         return numbers, jnp.where(jnp.isnan(keys).any(axis=-1), jnp.nan, scales)
 
 
 @dataclasses.dataclass(frozen=True)
 class KVFormat:
-    """The format of a token's key and value of one head.
+    """The storage of a token's key and value of one head.
 
     Attributes:
-        name: a floating dtype, "fp8" (e4m3, with one scale for all keys and one for all values, or
-            both scales per head), or a preset of TurboQuant.
-        head_dim: D; a power of two with a preset.
+        name: A floating dtype, "fp8" (e4m3; one scale for all keys and one for all values, or one
+            of each per head), or a TurboQuant preset.
+        head_dim: D; a power of two for a preset.
 
     Raises:
-        ValueError: no format has this name, or the format does not support D.
+        ValueError: No format has the name, or D does not fit.
     """
 
     name: str
@@ -212,7 +213,7 @@ class KVFormat:
 
     @classmethod
     def of(cls, dtype: Any, head_dim: int) -> "KVFormat":
-        """The format of a cache array: floats, e4m3 numbers, or the bits of e4m3 numbers."""
+        """Returns the format of a cache of floats, of e4m3 numbers, or of their bits."""
         dtype = jnp.dtype(dtype)
         return cls("fp8" if dtype in (FP8, FP8_BITS) else dtype.name, head_dim)
 
@@ -223,14 +224,14 @@ class KVFormat:
 
     @property
     def dtype(self) -> Any:
-        """Of the cache's array."""
+        """The dtype of the cache's array."""
         if self.name in TURBOQUANT:
             return BYTES
         return FP8 if self.scaled else jnp.dtype(self.name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token's key and value of one head, in one layer."""
+        """The bytes of a token's key and value of one head, in one layer."""
         if self.name not in TURBOQUANT:
             return 2 * self.head_dim * int(self.dtype.itemsize)
         key, value = (self.head_dim * bits // 8 for bits in TURBOQUANT[self.name])
@@ -238,8 +239,9 @@ class KVFormat:
         return key + (0 if TURBOQUANT[self.name][0] == 8 else 2) + value + 4
 
     def pack(self, kv: Float[Array, "*t 2 Hk D"], kv_scale: Any = None) -> Num[Array, "*t 2 Hk D"]:
-        """The stored numbers of a floating or e4m3 cache. In e4m3, finite numbers saturate, and Inf
-        becomes NaN, because e4m3 has no Inf.
+        """Converts keys and values to the stored form of a cache of floats or e4m3 numbers.
+
+        In e4m3 finite numbers saturate, and Inf, which e4m3 lacks, becomes NaN.
         """
         if not self.scaled:
             return kv.astype(self.dtype)
@@ -248,10 +250,9 @@ class KVFormat:
     def unpack(
         self, kv: Num[Array, "*t 2 Hk D"], kv_scale: Any = None
     ) -> Float[Array, "*t 2 Hk D"]:
-        """The keys and values of stored numbers: float32 for e4m3 numbers, otherwise in the cache's
-        dtype.
+        """Converts stored keys and values back: e4m3 numbers to float32, others unchanged.
 
-        Differentiable in `kv_scale`, but not in quantized numbers.
+        The conversion is differentiable in `kv_scale`, but not in quantized numbers.
         """
         if not self.scaled:
             return kv
@@ -260,28 +261,28 @@ class KVFormat:
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
-    """uint8 [*x.shape, itemsize], least first; by shifts, which XLA joins with what is around."""
+    """Returns the little-endian bytes, uint8 [*x.shape, itemsize]; XLA fuses the shifts."""
     word = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.itemsize}"))
     return jnp.stack([(word >> 8 * i).astype(BYTES) for i in range(x.itemsize)], axis=-1)
 
 
 def _without_inf(latent: jax.Array) -> jax.Array:
-    # Before anything is divided or narrowed: a finite number that overflows there saturates.
+    # Before any division or narrowing, where a finite number that overflows must saturate.
     return jnp.where(jnp.isinf(latent), jnp.nan, latent).astype(jnp.float32)
 
 
 def _to_fp8(x: jax.Array) -> jax.Array:
-    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)  # the cast alone makes NaN of what is beyond
+    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)  # the cast makes larger numbers NaN
 
 
 def _block_scales(blocks: Float[Array, "*t n 128"]) -> Float[Array, "*t n"]:
-    """2**ceil(log2(amax / 448)) of each block, exactly: by the bits of amax, not by a logarithm.
+    """Returns 2**ceil(log2(amax / 448)) of each block, exactly, from the bits of amax.
 
-    From 2**-117 to 2**119. NaN has no part in it: it stays NaN by itself, and spoils nothing that
-    shares its scale.
+    The result is from 2**-117 to 2**119. NaN is ignored: it stays NaN by itself, and does not
+    affect the numbers that share its scale.
     """
     amax = jnp.max(jnp.where(jnp.isnan(blocks), 0, jnp.abs(blocks)), axis=-1)
-    # 448 is 1.75 * 2**8. The carry adds 1 to the exponent of what lies above 1.75 * 2**k.
+    # 448 is 1.75 * 2**8. The carry adds 1 to the exponent of a number above 1.75 * 2**k.
     carried = lax.bitcast_convert_type(amax, jnp.int32) + 0x1FFFFF
     exponent = jnp.clip((carried >> 23) - 8, MIN_EXPONENT + 127, MAX_EXPONENT + 127)
     return lax.bitcast_convert_type(exponent << 23, jnp.float32)

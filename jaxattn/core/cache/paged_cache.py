@@ -13,11 +13,11 @@ from jaxattn.core.numerics.online_softmax import OnlineSoftmax
 
 
 class PageUnpacker(NamedTuple):
-    """How bytes become tokens, where a page is of another order.
+    """The conversion of pages of bytes to tokens, for pages with a layout of their own.
 
     Attributes:
         page_size: C.
-        tokens: of pages [B, n, ...] their tokens [B, n * C, ...].
+        tokens: Converts pages [B, n, ...] to their tokens [B, n * C, ...].
     """
 
     page_size: int
@@ -39,15 +39,14 @@ def slot_mapping(
     page: int,
     num_pages: int,
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """(page, place in it) of each row's last tokens: token t is at seq_lens - query_lens + t.
+    """Returns (page, place in it) of each row's last tokens; t is at seq_lens - query_lens + t.
 
-    The page is `num_pages`, which a write drops, where nothing is to be written: in padding, behind
-    `query_lens`, before the row's first position, beyond its table, and where that names no page
-    from 0 on.
+    The page is `num_pages`, which a write drops, for padding, tokens from `query_lens` on,
+    positions before the row's first or beyond its table, and table entries below 0.
 
     Args:
         tokens: S.
-        page: tokens of a page.
+        page: Number of tokens per page.
     """
     number = jnp.arange(tokens)
     position = (seq_lens - query_lens)[:, None] + number
@@ -55,7 +54,7 @@ def slot_mapping(
     written = (seq_lens > 0)[:, None] & (number < query_lens[:, None]) & (position >= 0)
     written &= column < block_tables.shape[1]
     pages = jnp.take_along_axis(block_tables, jnp.where(written, column, 0), axis=1)
-    # An index past the end is dropped; a negative one would count from the end.
+    # An out-of-range index is dropped, whereas a negative one would count from the end.
     return jnp.where(written & (pages >= 0), pages, num_pages), position % page
 
 
@@ -68,8 +67,10 @@ def write_tokens(
     *,
     layer: jax.Array | int | None,
 ) -> jax.Array:
-    """The cache [L, N, C, ...], or of one layer, with each row's last tokens, as it stores them, at
-    the places of `slot_mapping`."""
+    """Writes each row's last tokens, in their stored form, to the places of `slot_mapping`.
+
+    The cache is [L, N, C, ...], or that of one layer.
+    """
     layers = () if layer is None else (jnp.asarray(layer, jnp.int32),)
     num_pages, page = cache.shape[len(layers) : len(layers) + 2]
     pages, inside = slot_mapping(
@@ -81,13 +82,14 @@ def write_tokens(
 def seen_lengths(
     seq_lens: Int[Array, "B"], query_lens: Int[Array, "B"] | None, *, tokens: int, most: int
 ) -> Int[Array, "B S"]:
-    """How many of its row's positions each of the last tokens sees, its own included; 0 or fewer
-    for a token without any: of padding, or whose own position would be negative.
+    """Returns how many of its row's positions each of the last tokens sees, its own included.
+
+    The number is 0 or negative for padding, and for a token whose own position would be negative.
 
     Args:
-        query_lens: new tokens of each row, the first of S; S, if None.
+        query_lens: Number of new tokens of each row, which come first among S. None means S.
         tokens: S.
-        most: tokens that a row's block table has places for.
+        most: Number of tokens that a row's block table can hold.
     """
     token = jnp.arange(tokens)
     new = jnp.full_like(seq_lens, tokens) if query_lens is None else query_lens
@@ -111,26 +113,26 @@ def page_blocks(
     Int[Array, "blocks"],
     Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ]:
-    """Tokens [begins, lengths) of every row in blocks of K, whole pages and about `block` tokens.
+    """Divides tokens [begins, lengths) of every row into blocks of K, about `block`, whole pages.
 
-    A page is of latents [C, Ds] or of keys and values [2, C, Hk, D]. `unpack` makes latents
-    [..., D] of what the cache stores [..., Ds]; of zeros, zeros. `unfold` is for pages of bytes in
-    which tokens do not lie side by side.
+    A page holds latents [C, Ds], or keys and values [2, C, Hk, D]. `unpack` converts stored latents
+    [..., Ds] to [..., D]; it must map zeros to zeros. `unfold` is for pages of bytes in which
+    tokens are not contiguous.
 
     Returns:
-        The blocks' pages, their first positions, and a function that reads one block of these.
-        It takes (pages [B, n], first) and returns (kv [B, K, D] or [B, K, 2, Hk, D], positions
-        [K]). kv is 0 outside of a row's tokens.
+        The blocks' pages, their first positions, and a function that reads one block: it takes
+        (pages [B, n], first) and returns (kv [B, K, D] or [B, K, 2, Hk, D], positions [K]). kv is 0
+        outside a row's tokens.
     """
     batch, width = block_tables.shape
     of_page = kv_cache.shape[1 if layer is None else 2 :]
     before = of_page[: len(of_page) // 3]  # the axes before a page's tokens: none, or the 2
     page = _page_size(kv_cache, unfold)
     stored = before + of_page[len(before) + 1 :]
-    # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32 alike.
+    # Bytes of 0xFF are NaN in e4m3, bfloat16 and float32.
     missing = {BYTES: 0xFF, FP8_BITS: -1}.get(kv_cache.dtype, jnp.nan)
     lengths = jnp.minimum(lengths, width * page)  # a table of whole blocks ends in others' pages
-    # Whatever a table holds past the row's length is replaced before anything is addressed by it.
+    # Entries of a table past the row's length are replaced before they address anything.
     owned = jnp.arange(width) < -(-lengths // page)[:, None]
     if begins is not None:
         owned &= jnp.arange(width) >= (begins // page)[:, None]
@@ -142,8 +144,8 @@ def page_blocks(
 
     @jax.named_scope("read_pages")
     def read(pages: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # One gather from the whole stack: a layer taken out first would be a copy. A page
-        # that does not exist reads as NaN, not as another row's page.
+        # One gather from the whole stack: taking a layer out first would copy it. A page that does
+        # not exist reads as NaN, not as another row's page.
         index = pages if layer is None else (jnp.asarray(layer, jnp.int32), pages)
         kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
         positions = first + jnp.arange(per_block * page)
@@ -155,7 +157,7 @@ def page_blocks(
         held = positions < lengths[:, None]
         if begins is not None:
             held &= positions >= begins[:, None]
-        # Before it is unpacked: a NaN would reach the gradient of the scale.
+        # Masked before unpacking: a NaN would reach the gradient of the scale.
         kv = jnp.where(held.reshape(*held.shape, *[1] * (kv.ndim - 2)), kv, zero)
         return unpack(kv), positions
 
@@ -171,11 +173,11 @@ def packed_pages(
     block: int,
     unpack: Callable[[jax.Array], jax.Array] = lambda kv: kv,
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Callable[[jax.Array], jax.Array]]:
-    """The first `lengths` tokens of every row, one row behind another: whole pages of latents.
+    """Packs the first `lengths` tokens of all rows one after another, as whole pages of latents.
 
     Returns:
-        How many blocks of K tokens, K about `block`, have all of them; where each row begins; and a
-        function that reads a block by its number, [K, D]. What belongs to no row is 0.
+        The number of blocks of K tokens, K about `block`, that hold all of them; where each row
+        begins; and a function that reads a block by its index, [K, D]. Tokens of no row are 0.
     """
     batch, width = block_tables.shape
     page = _page_size(kv_cache, None)
@@ -214,11 +216,11 @@ def attend_pages(
     begins: Int[Array, "B"] | None = None,
     unfold: PageUnpacker | None = None,
 ) -> OnlineSoftmax:
-    """Feeds tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
+    """Passes tokens [begins, lengths) of every row to `add_block(state, kv, positions [K])`.
 
-    K is about `block` tokens, whole pages, and kv what `page_blocks` reads of them. Blocks outside
-    of every row's tokens are not read, and one outside of a row's own leaves that row's state as it
-    was, bit by bit. `kv` is 0 outside of a row's tokens. Without `begins` a row begins at 0.
+    K is about `block` tokens, whole pages, and `kv` is what `page_blocks` reads, 0 outside a row's
+    tokens. Blocks outside every row's tokens are not read. A block outside a row's own tokens
+    leaves that row's state unchanged, bit for bit. Without `begins` a row begins at 0.
     """
     pages, firsts, read_block = page_blocks(
         kv_cache, block_tables, lengths, layer=layer, block=block, unpack=unpack, begins=begins,
@@ -227,7 +229,7 @@ def attend_pages(
     size = pages.shape[-1] * _page_size(kv_cache, unfold)
 
     def reached(first: jax.Array) -> jax.Array:
-        """Which rows have a token in the block."""
+        """Returns which rows have a token in the block."""
         before_end = first < lengths
         return before_end if begins is None else before_end & (first > begins - size)
 

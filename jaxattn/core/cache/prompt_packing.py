@@ -1,11 +1,11 @@
-"""Pieces of several prompts packed into lines: which tokens of which row each line has.
+"""Pieces of several prompts, packed into lines: which tokens of which row each line holds.
 
     tokens [L, T]     row 0   row 0   row 0   row 1   row 2   row 2   -
     rows   [L]          0       0       0       1       2       2     B
 
-A row's tokens fill its lines one after another, so only its last line has padding. Whatever is
-computed for each token alone takes all lines as one flat list. An op that knows only rows takes
-each line as a row of its own, whose earlier lines are its prefix.
+A row's tokens fill its lines one after another, so only its last line has padding. Computations per
+token treat all lines as one flat list. An op that only supports rows treats each line as a row,
+whose earlier lines are its prefix.
 """
 
 import dataclasses
@@ -22,14 +22,15 @@ class PromptLines:
     """The lines of B rows.
 
     Attributes:
-        rows: int32 [L], the row of each line, ascending; B for a line of no row.
-        tokens: T, of a line.
-        begins: int32 [L], tokens of the row's piece that are in lines before this one.
-        query_lens: int32 [L], tokens of the line; the rest is padding.
-        seq_lens: int32 [L], the length of the row up to the line's last token; 0 of no row.
-        offsets: int32 [B + 1], where each row's lines begin in the flat list, padding counted.
-        last: int32 [B], where each row's last token is there; of a row without tokens anything.
-        one_each: whether there are B lines, one for each row.
+        rows: int32 [L], the row of each line, ascending; B for a line without a row.
+        tokens: T, the number of tokens per line.
+        begins: int32 [L], number of tokens of the row's piece in lines before this one.
+        query_lens: int32 [L], number of tokens in the line; the rest is padding.
+        seq_lens: int32 [L], length of the row up to the line's last token; 0 without a row.
+        offsets: int32 [B + 1], where each row's lines begin in the flat list, padding included.
+        last: int32 [B], the index of each row's last token in the flat list; undefined for a row
+            without tokens.
+        one_each: Whether there are B lines, one for each row.
     """
 
     rows: Int[Array, "L"]
@@ -49,12 +50,14 @@ class PromptLines:
         seq_lens: Int[Array, "B"],
         tokens: int,
     ) -> Self:
-        """The lines of rows with so many new tokens, of so many in all; lines of T tokens. None is
-        one line for each row."""
+        """Returns the lines, of T tokens, for rows with `query_lens` new tokens of `seq_lens`.
+
+        `rows` None means one line for each row.
+        """
         batch, one_each = query_lens.shape[0], rows is None
         if rows is None:
             rows = jnp.arange(batch, dtype=jnp.int32)
-        # By comparing, which is one kernel where a search is a loop.
+        # Computed by comparison, which is one kernel, whereas a search is a loop.
         first = jnp.sum(rows < jnp.arange(batch + 1)[:, None], axis=1, dtype=jnp.int32)
         owned = (rows >= 0) & (rows < batch)
         row = jnp.where(owned, rows, 0)
@@ -66,20 +69,22 @@ class PromptLines:
         return cls(rows, begins, new, lens, offsets, last, tokens, one_each)
 
     def split(self, x: Array) -> tuple[Array, Array]:
-        """(the lines' [L, T, ...], others' [R, 1, ...]) of a flat list [1, L T + R, ...]."""
+        """Splits a flat list [1, L T + R, ...] into (lines [L, T, ...], others [R, 1, ...])."""
         lines = len(self.rows)
         own, rest = x[0, : lines * self.tokens], x[0, lines * self.tokens :]
         return own.reshape(lines, self.tokens, *x.shape[2:]), rest[:, None]
 
     @staticmethod
     def join(lines: Array, rest: Array | None) -> Array:
-        """What `split` takes apart; None is no others."""
+        """Inverts `split`; `rest` None means that there are no others."""
         flat = lines.reshape(1, -1, *lines.shape[2:])
         return flat if rest is None else jnp.concatenate([flat, rest.swapaxes(0, 1)], axis=1)
 
     def to_rows(self, x: Array) -> Array:
-        """[B, N, ...] of lines [L, T, ...]: each row's tokens in one line, N of one line or of all;
-        what follows them is anything."""
+        """Converts lines [L, T, ...] to [B, N, ...], with each row's tokens contiguous.
+
+        N is T if there is one line per row, else L * T. What follows a row's tokens is undefined.
+        """
         if self.one_each:
             return x
         flat = x.reshape(-1, *x.shape[2:])
@@ -87,7 +92,7 @@ class PromptLines:
         return flat.at[at].get(mode="clip")
 
     def from_rows(self, x: Array) -> Array:
-        """What `to_rows` makes, as lines; 0 at padding."""
+        """Converts the result of `to_rows` back to lines; 0 at padding."""
         if not self.one_each:
             row = jnp.minimum(self.rows, len(x) - 1)
             x = x[row[:, None], self.begins[:, None] + jnp.arange(self.tokens)]
@@ -95,10 +100,10 @@ class PromptLines:
         return jnp.where(valid, x, 0)
 
     def of_row(self, values: Int[Array, "B *n"], missing: int) -> Int[Array, "L *n"]:
-        """What each line's row has; `missing` where there is no row."""
+        """Returns the value of each line's row, or `missing` for a line without a row."""
         return values.at[self.rows].get(mode="fill", fill_value=missing)
 
     @property
     def valid(self) -> Bool[Array, "L T"]:
-        """Whether a token is none of the padding."""
+        """Whether each token is not padding."""
         return jnp.arange(self.tokens) < self.query_lens[:, None]

@@ -1,4 +1,4 @@
-"""State pools by slot: reading, writing, and checks of slot numbers and sequence offsets."""
+"""State pools by slot: reads, writes, and checks of slot numbers and sequence offsets."""
 
 from typing import Any
 
@@ -22,17 +22,17 @@ def state_read(
     *,
     layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "B ..."]:
-    """The rows' states, `[B, ...]`; zeros for a slot outside the pool, -1 included.
+    """Reads the rows' states, `[B, ...]`, with zeros for a slot outside the pool (such as -1).
 
     Args:
         pool: `[Z, ...]`, or `[L, Z, ...]` with `layer`.
-        state_indices: the slot of each row.
-        layer: index into the stack, a Python int or traced. The index is part of the gather, so the
-            op slices no layer out of the stack.
+        state_indices: The slot of each row.
+        layer: Index into the stack, a Python int or a traced scalar, which is part of the gather:
+            no layer is sliced out of the stack.
 
     Raises:
         TypeError: `pool` is not an array, or `state_indices` or `layer` are not integers.
-        ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
+        ValueError: A shape does not fit, or a concrete `layer` is not in the stack.
     """
     slots = _slots(pool, _checked("state_read", pool, state_indices, layer), layer)[0]
     index = slots if layer is None else (layer, slots)
@@ -46,20 +46,20 @@ def state_write(
     *,
     layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "..."]:
-    """The pool with each row's state stored; a slot outside the pool, -1 included, stores nothing.
+    """Writes each row's state to the pool; a slot outside the pool (such as -1) stores nothing.
 
     Slots in use must differ from each other: with duplicates, which row wins is undefined.
 
     Args:
         pool: `[Z, ...]`, or `[L, Z, ...]` with `layer`.
-        values: one state per row, cast to the pool's dtype.
-        state_indices: the slot of each row.
-        layer: index into the stack, a Python int or traced.
+        values: One state per row, cast to the pool's dtype.
+        state_indices: The slot of each row.
+        layer: Index into the stack, a Python int or a traced scalar.
 
     Raises:
         TypeError: `pool` or `values` is not an array, or `state_indices` or `layer` are not
             integers.
-        ValueError: a shape does not fit, or a concrete `layer` is not in the stack.
+        ValueError: A shape does not fit, or a concrete `layer` is not in the stack.
     """
     op = "state_write"
     indices = _checked(op, pool, state_indices, layer)
@@ -82,7 +82,7 @@ def state_write(
 
 
 def _checked(op: str, pool: Any, state_indices: Any, layer: Any) -> Array:
-    """The slots as an array, if they are integers and the layer is in the pool."""
+    """Returns the slots as an array; raises unless they are integers and the layer exists."""
     check_array(op, "pool", pool)
     if state_indices is None:
         raise TypeError(f"{op}: state_indices must be integers of shape [B], got None")
@@ -100,7 +100,7 @@ def _checked(op: str, pool: Any, state_indices: Any, layer: Any) -> Array:
 
 
 def _slots(pool: Array, state_indices: Array, layer: int | Array | None) -> tuple[Array, Array]:
-    """Slots with every unused one moved past the pool's end, and which rows are in use."""
+    """Returns slots, with unused ones moved past the pool's end, and which rows are in use."""
     size = pool.shape[0 if layer is None else 1]
     used = (state_indices >= 0) & (state_indices < size)
     # A different out-of-range index for each padding row keeps `unique_indices` true.
@@ -114,7 +114,7 @@ def rows_in_use(
     *,
     layer: int | Int[Array, ""] | None = None,
 ) -> Array:
-    """Boolean `[B]`: the row's slot lies in the pool. Padding rows (-1) are False."""
+    """Returns bool `[B]`, whether each row's slot lies in the pool; padding rows (-1) do not."""
     return _slots(pool, state_indices, layer)[1]
 
 
@@ -129,9 +129,9 @@ def check_pool(
     *,
     shared: bool = False,
 ) -> None:
-    """Raises unless `pool` and `state_indices` fit; values only where concrete.
+    """Raises unless `pool` and `state_indices` fit; checks only concrete values.
 
-    `shared`: several rows may read one slot.
+    With `shared`, several rows may read one slot.
     """
     ranks = (len(slot_shape) + 1, len(slot_shape) + 2)
     if pool.ndim not in ranks or pool.shape[-len(slot_shape) :] != slot_shape:
@@ -175,14 +175,17 @@ def write_slots(
     *,
     name: str = "write_indices",
 ) -> Array:
-    """Where the states go, `[B]` after the last token or `[B, S]` after each; checks the argument.
+    """Returns the checked slots to write: `[B]` after the last token, or `[B, S]` after each.
 
-    `name` is the argument's, for messages. Where the read slots are traced, no row counts as
-    padding, whose concrete write slots may be any.
+    If the read slots are traced, no row counts as padding, although the concrete write slots of a
+    padding row may have any value.
+
+    Args:
+        name: The argument's name, for messages.
 
     Raises:
-        TypeError: it holds no integers.
-        ValueError: its shape does not fit, or concrete slots leave the pool or collide.
+        TypeError: The argument does not hold integers.
+        ValueError: Its shape does not fit, or concrete slots lie outside the pool or collide.
     """
     if write_indices is None:
         return state_indices
@@ -198,7 +201,7 @@ def write_slots(
     reads = None
     if not isinstance(state_indices, jax.core.Tracer):
         reads = np.asarray(state_indices).astype(np.int64)
-        # A padding row writes nothing, whatever it names.
+        # A padding row writes nothing, whatever its slots are.
         writes = np.where(reads[:, None] >= 0, writes, -1)
     if np.any(writes < -1) or np.any(writes >= size):
         raise ValueError(
@@ -223,7 +226,7 @@ def write_slots(
 
 
 def each_write(writes: Array, used: Array, tokens: int) -> list[tuple[int, Array]]:
-    """(tokens done, slots [B] that take the states then), from the slots of `write_slots`."""
+    """Returns (tokens done, slots [B] to write then) for each write, from `write_slots`."""
     writes = writes.astype(jnp.int32)
     if writes.ndim == 1:
         return [(tokens, jnp.where(used, writes, -1))]
@@ -231,7 +234,7 @@ def each_write(writes: Array, used: Array, tokens: int) -> list[tuple[int, Array
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> None:
-    """Raises unless `cu_seqlens` fits `[1, length]`; values only where concrete."""
+    """Raises unless `cu_seqlens` fits `[1, length]`; checks only concrete values."""
     if batch != 1:
         raise ValueError(
             f"{op}: cu_seqlens needs batch 1, with all sequences in one row; got {batch}"
@@ -240,7 +243,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> Non
     check_integers(op, "cu_seqlens", cu_seqlens, "[n + 1] with n >= 1", fits=fits)
     if isinstance(cu_seqlens, jax.core.Tracer):
         return
-    ends = np.asarray(cu_seqlens).astype(np.int64)  # of which a difference may be negative
+    ends = np.asarray(cu_seqlens).astype(np.int64)  # signed, because a difference may be negative
     if ends[0] != 0 or np.any(np.diff(ends) < 0) or ends[-1] > length:
         raise ValueError(
             f"{op}: cu_seqlens must start at 0, never decrease and end within the "
@@ -249,14 +252,14 @@ def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> Non
 
 
 def as_offsets(cu_seqlens: Any) -> Array | None:
-    """Checked offsets in int32: of a narrower type they would not reach T."""
+    """Casts checked offsets to int32, because a narrower type might not reach T."""
     return None if cu_seqlens is None else jnp.asarray(cu_seqlens).astype(jnp.int32)
 
 
 def checkpoint_slots(
     slots: Int[Array, "n M"], tokens: int, sequence: Int[Array, "*N"], done: Int[Array, "*N"]
 ) -> Int[Array, "*N"]:
-    """The slot that takes the state once `done` tokens of a sequence are, or -1."""
+    """Returns the slot that receives the state after `done` tokens of a sequence, or -1."""
     slot = slots.at[sequence, done // tokens - 1].get(
         mode="fill", fill_value=-1, wrap_negative_indices=False
     )

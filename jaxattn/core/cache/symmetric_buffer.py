@@ -1,6 +1,6 @@
-"""The buffer of a GPU that the other GPUs of a mesh write to, kept for kernels over peer memory.
+"""A GPU's buffer to which the other GPUs of a mesh write, for kernels over peer memory.
 
-`jaxattn/kernels/collectives/peer_transfer.py` has what they do with it.
+`jaxattn/kernels/collectives/peer_transfer.py` implements the transfers.
 """
 
 import dataclasses
@@ -14,16 +14,16 @@ from jaxtyping import Array, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SymmetricBuffer:
-    """What a kernel keeps of a GPU from call to call: zeros at first, donated with each step.
+    """A GPU's persistent buffer for a kernel: zeros at first, donated with each step.
 
-    Other GPUs write here. It may be copied nowhere while a step runs.
+    Other GPUs write to this buffer, so it must not be copied or moved while a step runs.
 
     Attributes:
-        inbox: int32 [2, N, T, F], the parts of N GPUs; calls take the two sides in turn.
-        counts: int32 [1, T, 1], the number of calls that were for a token. No output of a step has
-            such a shape: JAX would give an array's donated buffer to the first one that has.
-        addresses: int32 [N + 1, 2], where the inbox of each GPU lies; see `with_addresses`. Then
-            the GPU's own number.
+        inbox: int32 [2, N, T, F], the parts of N GPUs; calls alternate between the two sides.
+        counts: int32 [1, T, 1], number of calls that included each token. No output of a step may
+            have this shape: JAX gives a donated buffer to the first output with its shape.
+        addresses: int32 [N + 1, 2], the address of each GPU's inbox (see `with_addresses`),
+            followed by the GPU's own number.
     """
 
     inbox: Int[Array, "2 N T F"]
@@ -32,23 +32,23 @@ class SymmetricBuffer:
 
     @classmethod
     def empty(cls, gpus: int, tokens: int, features: int) -> "SymmetricBuffer":
-        """For calls of up to so many tokens, on one of the GPUs.
+        """Returns a zeroed buffer for calls of up to `tokens` tokens, on one of the GPUs.
 
-        Wait until those of all GPUs are there: what is written into one before is lost, and then
-        the kernel waits for it, and at last ends the program with an error.
+        Wait until all GPUs have theirs: a write to a buffer before it exists is lost. The kernel
+        would then wait for the write, and finally end the program with an error.
         """
         inbox = jnp.zeros((2, gpus, tokens, features), jnp.int32)
         return cls(inbox, jnp.zeros((1, tokens, 1), jnp.int32), jnp.zeros((gpus + 1, 2), jnp.int32))
 
 
 def with_addresses(mailbox: SymmetricBuffer) -> SymmetricBuffer:
-    """A mailbox with the addresses of its inboxes, which lie one after another on a mesh's GPUs.
+    """Returns a mailbox with the addresses of its inboxes on the mesh's GPUs.
 
-    To be called once, on the host, when the inboxes are there. They must stay where they are: a
-    step that uses them is given them donated, and gives them back.
+    Call this once, on the host, when the inboxes exist. The inboxes must keep their addresses: a
+    step takes them donated, and returns them.
 
     Args:
-        mailbox: of all GPUs, each with one along the first axis.
+        mailbox: The mailbox of all GPUs, concatenated along the first axis.
     """
     of_gpus = mailbox.inbox.addressable_shards
     parts = sorted(of_gpus, key=lambda shard: shard.index[0].start or 0)

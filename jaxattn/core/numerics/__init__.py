@@ -1,1 +1,1 @@
-"""Plain-JAX numerics: rotary embeddings, norms, matmuls, softmax, FP8 scaling."""
+"""Plain-JAX numerics: rotary embeddings, norms, matmuls, softmax and FP8 scaling."""

@@ -1,16 +1,16 @@
-"""Weights of 4 bits in tiles, as kernels read them: codes, scales and zero points side by side.
+"""4-bit weights in tiles, in the kernels' layout: codes, scales and zero points side by side.
 
-A matrix [R, K] is [R / 64, K / C, bytes] of tiles [64, C]: 64 columns, or 128 where these share a
-scale. A tile begins with its codes. Lane 4 g + t of warp w has the rows 16 w + g and 8 below, as
-wgmma wants its left operand in registers: of each row and each 32 columns one word. So a thread
-reads 64 columns as 16 bytes: both rows of the first 32, then both of the others.
+A matrix [R, K] is stored as [R / 64, K / C, bytes], tiles of [64, C]. C is 64 columns, or 128 if
+these share a scale. A tile begins with its codes. Lane 4 g + t of warp w holds rows 16 w + g and
+the one 8 below, as wgmma needs its left operand in registers: one word per row and 32 columns. A
+thread thus reads 64 columns as 16 bytes: both rows of the first 32, then both rows of the others.
 
     word        number h of pair j is column 8 j + 2 t + h, in the half h
     INT4        pair j has the bits 4 j to 4 j + 3 of its half, less 8 or the zero point
     MXFP4       pair j has the bits 3 j to 3 j + 2, exponent and mantissa, and a sign `SIGNS[j]`
 
-Behind the codes lie the scales, [32, groups, 2] for (w, g), the tile's groups and both rows: bytes
-of E8M0, or 16 bits each. With zero points each scale is followed by its own in 16 bits.
+After the codes follow the scales, [32, groups, 2] for (w, g), the tile's groups and both rows:
+bytes of E8M0, or 16 bits each. With zero points, each scale is followed by its own in 16 bits.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 ROWS, WORD_COLUMNS, UNIT = 64, 32, 64
-MOST_POWER = 192  # of E8M0 in tiles: 2**65, which a greater one becomes
-SIGNS = (13, 12, 15, 14)  # of MXFP4's pairs, in their half of a word
+MOST_POWER = 192  # of E8M0 in tiles: 2**65, to which larger scales are clipped
+SIGNS = (13, 12, 15, 14)  # bit of MXFP4's signs by pair, in their half of a word
 MXFP4_GROUP, INT4_GROUPS = 32, (32, 128)
 
 type Kind = Literal["mxfp4", "int4"]
@@ -34,16 +34,16 @@ INT4_SCALES: tuple[ScaleDType, ...] = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class FourBitFormat:
-    """How numbers of 4 bits are meant.
+    """The interpretation of 4-bit numbers.
 
     Attributes:
-        kind: "mxfp4" is a sign, two bits of exponent and one of mantissa; "int4" an integer.
-        group: so many columns share a scale.
-        scale: the dtype of scales; "e8m0" are powers of two.
-        zeros: each group has a zero point of its own; else it is 8.
+        kind: "mxfp4" is a sign, two bits of exponent and one of mantissa; "int4" is an integer.
+        group: Number of columns that share a scale.
+        scale: Dtype of the scales; "e8m0" are powers of two.
+        zeros: Whether each group has its own zero point; otherwise it is 8.
 
     Raises:
-        ValueError: the kernels have no such format; the message says which they have.
+        ValueError: The kernels do not support the format; the message lists the supported ones.
     """
 
     kind: Kind
@@ -65,17 +65,17 @@ class FourBitFormat:
 
     @property
     def columns(self) -> int:
-        """Of a tile."""
+        """The number of columns per tile."""
         return max(self.group, UNIT)
 
     @property
     def code_bytes(self) -> int:
-        """Of a tile, before its scales."""
+        """The bytes of a tile before its scales."""
         return ROWS * self.columns // 2
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of a thread's two rows, and their zero points."""
+        """The bytes of the scales of a thread's two rows, with their zero points."""
         each = 1 if self.scale == "e8m0" else 4 if self.zeros else 2
         return 2 * (self.columns // self.group) * each
 
@@ -84,8 +84,10 @@ class FourBitFormat:
         return self.code_bytes + ROWS // 2 * self.scale_bytes
 
     def with_scales(self, dtypes: Collection[str | None]) -> "FourBitFormat | None":
-        """The format with scales of the one dtype that a checkpoint has; None where it has several,
-        or others than the format may have."""
+        """Returns the format with the dtype of a checkpoint's scales.
+
+        Returns None if the scales have several dtypes, or one that the format does not support.
+        """
         if self.scale == "e8m0" or len(dtypes) != 1:
             return self if set(dtypes) == {"uint8"} else None
         for dtype in INT4_SCALES:
@@ -94,14 +96,14 @@ class FourBitFormat:
         return None
 
     def fits(self, rows: int, columns: int) -> bool:
-        """Whether a matrix is whole tiles."""
+        """Returns whether a matrix consists of whole tiles."""
         return rows % ROWS == 0 and columns % self.columns == 0
 
     def tiles(self, rows: int, columns: int) -> tuple[int, int, int]:
-        """The shape of a matrix in tiles.
+        """Returns the shape of a matrix in tiles.
 
         Raises:
-            ValueError: it is not whole tiles.
+            ValueError: The matrix does not consist of whole tiles.
         """
         if not self.fits(rows, columns):
             raise ValueError(
@@ -110,7 +112,7 @@ class FourBitFormat:
         return rows // ROWS, columns // self.columns, self.tile_bytes
 
     def matrix(self, tiles: tuple[int, ...]) -> tuple[int, int]:
-        """(rows, columns) of what ends in these three sizes."""
+        """Returns (rows, columns) of a matrix from the last three sizes of its tiles."""
         return tiles[-3] * ROWS, tiles[-2] * self.columns
 
 
@@ -120,12 +122,12 @@ def pack(
     zeros: Int[Array, "*n R G"] | None,
     form: FourBitFormat,
 ) -> UInt8[Array, "*n r c B"]:
-    """The tiles of a matrix.
+    """Packs a matrix into tiles.
 
     Args:
-        codes: of 4 bits each, as the format has them.
+        codes: Codes of 4 bits each, in the format's encoding.
         scales: [*n, R, K / group] in the format's dtype; E8M0 as uint8.
-        zeros: likewise, of a format with zero points.
+        zeros: Zero points of the same shape, for a format that has them.
     """
     *stack, rows, columns = codes.shape
     down, across, _ = form.tiles(rows, columns)
@@ -164,7 +166,7 @@ def pack(
 def unpack(
     tiles: UInt8[Array, "*n r c B"], form: FourBitFormat
 ) -> tuple[Int[Array, "*n R K"], Array, Int[Array, "*n R G"] | None]:
-    """What `pack` was given: codes, scales and zero points."""
+    """Inverts `pack`: returns codes, scales and zero points."""
     *stack, down, across, _ = tiles.shape
     rows, columns = form.matrix(tiles.shape)
     words, groups = form.columns // WORD_COLUMNS, form.columns // form.group
@@ -195,7 +197,7 @@ def unpack(
 def dequantize(
     tiles: UInt8[Array, "*n r c B"], form: FourBitFormat, dtype: DTypeLike
 ) -> Float[Array, "*n R K"]:
-    """The numbers: each code times its scale in float32, rounded once."""
+    """Returns the numbers: each code times its scale in float32, rounded once."""
     codes, scales, zeros = unpack(tiles, form)
     if form.kind == "mxfp4":
         groups = codes.reshape(*scales.shape, MXFP4_GROUP)
@@ -207,7 +209,7 @@ def dequantize(
 
 
 def quantize(weights: Float[Array, "*n R K"], form: FourBitFormat) -> UInt8[Array, "*n r c B"]:
-    """The nearest numbers of the format, for weights that no checkpoint has."""
+    """Rounds weights without a 4-bit checkpoint to the format's nearest numbers."""
     groups = weights.astype(jnp.float32).reshape(*weights.shape[:-1], -1, form.group)
     most = jnp.maximum(jnp.abs(groups).max(-1), 2.0**-60)
     if form.kind == "mxfp4":
@@ -226,20 +228,20 @@ def quantize(weights: Float[Array, "*n R K"], form: FourBitFormat) -> UInt8[Arra
     return pack(codes.reshape(weights.shape), scales, zeros.astype(jnp.uint8), form)
 
 
-BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # neighbours of E2M1
+BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints between neighbours of E2M1
 
 
 def from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Numbers of 4 bits (sign, two of exponent, one of mantissa) times 2**(scales - 127).
+    """Converts 4-bit numbers (sign, two exponent bits, one mantissa bit) times 2**(scales - 127).
 
-    The bits are put together, because devices flush products below 2**-126 to 0. As in
+    The function assembles the bits, because devices flush products below 2**-126 to 0. As in
     transformers, a scale of 255 is 2**128.
     """
     codes, scales = codes.astype(jnp.uint16), scales.astype(jnp.int32)
     sign, exponent, mantissa = codes >> 3 << 15, (codes >> 1 & 3).astype(jnp.int32), codes & 1
     small = exponent == 0  # 0 and 0.5
     power = scales + jnp.where(small, -1, exponent - 1)
-    # The leading 1 and the mantissa's bit, in the places of bfloat16's seven.
+    # The leading 1 and the mantissa's bit, in the positions of bfloat16's seven mantissa bits.
     significand = jnp.where(small, 128 * mantissa, 128 | mantissa << 6)
     normal = power.astype(jnp.uint16) << 7 | significand & 127
     subnormal = significand >> jnp.clip(1 - power, 0, 15).astype(jnp.uint16)
@@ -250,16 +252,16 @@ def from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Arra
 
 
 def _moved(x: Array, first: int, order: tuple[int, ...]) -> Array:
-    """The axes behind the `first` in another order; those that `order` leaves out stay last."""
+    """Reorders the axes after the `first`; those that `order` omits stay last."""
     rest = range(len(order), x.ndim - first)
     return jnp.transpose(x, (*range(first), *(first + i for i in (*order, *rest))))
 
 
 def _bytes(halves: Int[Array, "..."]) -> UInt8[Array, "..."]:
-    """Numbers of 16 bits as bytes, the lower one first."""
+    """Converts 16-bit numbers to bytes, little-endian."""
     return lax.bitcast_convert_type(halves, jnp.uint8).reshape(*halves.shape[:-1], -1)
 
 
 def _halves(bytes_: UInt8[Array, "*n B"]) -> Int[Array, "*n b"]:
-    """Bytes as numbers of 16 bits."""
+    """Converts bytes to 16-bit numbers."""
     return lax.bitcast_convert_type(bytes_.reshape(*bytes_.shape[:-1], -1, 2), jnp.uint16)

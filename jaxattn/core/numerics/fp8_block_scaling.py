@@ -1,4 +1,4 @@
-"""Matrices in FP8 with a scale for each block of 128 x 128 numbers, as DeepSeek-V3 publishes them.
+"""FP8 matrices with a scale for each block of 128 x 128 numbers, as DeepSeek-V3 publishes them.
 
 A weight is its number times its block's scale. Blocks at the edges may be smaller: a matrix [N, K]
 has scales [ceil(N / 128), ceil(K / 128)].
@@ -13,22 +13,22 @@ LARGEST = 448.0  # of float8_e4m3fn
 
 
 def block_counts(*sizes: int) -> tuple[int, ...]:
-    """How many blocks cover so many rows, columns."""
+    """Returns the number of blocks that cover each size."""
     return tuple(-(-size // BLOCK) for size in sizes)
 
 
 def split_fp8(
     weights: Float[Array, "*B N K"],
 ) -> tuple[Float[Array, "*B 2*N K"], Float[Array, "*B 2*N/128 K/128"]]:
-    """16-bit weights as FP8 rows of their first four bits and as many rows of the rest.
+    """Splits 16-bit weights into FP8 rows of their first four bits, then FP8 rows of the rest.
 
-    2 N is 128, or N a multiple of 128. bfloat16 has eight bits: what is above an 896th of the
-    largest of its 128 columns is exact, and the rest to 2**-17 of that.
+    2 N must be 128, or N a multiple of 128. As bfloat16 has eight bits, numbers above an 896th of
+    the largest in their 128 columns are exact, and the others are exact to 2**-17 of it.
     """
     *batch, rows, columns = weights.shape
     blocks = weights.astype(jnp.float32).reshape(*batch, rows, columns // BLOCK, BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True)
-    # A power of two, by which the numbers keep their bits.
+    # Powers of two, so that the numbers keep their bits.
     exponents = jnp.ceil(jnp.log2(jnp.where(largest == 0, 1, largest) / LARGEST))
     scales = jnp.exp2(exponents)
     scaled = (blocks / scales).reshape(weights.shape)
@@ -39,16 +39,16 @@ def split_fp8(
 
 
 def interleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
-    """The columns as products of a few tokens read them: of each 16 first 0, 8, 1, 9, then 2, 10,
-    3, 11, and so on.
+    """Reorders columns for products of a few tokens: 0, 8, 1, 9, then 2, 10, 3, 11, ... of each 16.
 
-    A thread of wgmma multiplies columns 2 t, 2 t + 1 and those 8 behind: now 4 bytes in a row.
+    A thread of wgmma multiplies columns 2 t, 2 t + 1 and those 8 further, which are then 4
+    consecutive bytes.
     """
     return _turned(numbers, (2, 4, 2), (1, 2, 0))
 
 
 def deinterleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
-    """The columns as they were before `interleave_columns`."""
+    """Inverts `interleave_columns`."""
     return _turned(numbers, (4, 2, 2), (2, 0, 1))
 
 
@@ -65,7 +65,7 @@ def _turned(
 def dequantize(
     numbers: Float[Array, "*B N K"], scales: Float[Array, "*B n k"], dtype: DTypeLike
 ) -> Float[Array, "*B N K"]:
-    """The weights: products in float32, rounded once to `dtype`."""
+    """Returns the weights: products in float32, rounded once to `dtype`."""
     rows, columns = numbers.shape[-2:]
     wide = jnp.repeat(jnp.repeat(scales, BLOCK, axis=-2), BLOCK, axis=-1)
     return (numbers.astype(jnp.float32) * wide[..., :rows, :columns]).astype(dtype)
@@ -74,7 +74,7 @@ def dequantize(
 def quantize(
     weights: Float[Array, "*B N K"],
 ) -> tuple[Float[Array, "*B N K"], Float[Array, "*B n k"]]:
-    """(float8_e4m3fn numbers, float32 scales): the largest number of a block becomes 448."""
+    """Returns (float8_e4m3fn numbers, float32 scales); a block's largest number becomes 448."""
     *batch, rows, columns = weights.shape
     counts = block_counts(rows, columns)
     edges = [(0, count * BLOCK - size) for count, size in zip(counts, (rows, columns), strict=True)]

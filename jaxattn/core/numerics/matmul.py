@@ -1,4 +1,4 @@
-"""Matrix products that are summed in float32."""
+"""Matrix products that accumulate in float32."""
 
 from functools import partial
 
@@ -8,19 +8,19 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-# Of float32: the exponent's bias, and the place of its lowest bit.
+# float32: the exponent's bias, and the position of its lowest bit.
 FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
-# Numbers from 2**15 on are divided, before float16 has no room for them.
+# Numbers from 2**15 on are scaled down, before they exceed float16's range.
 FLOAT16_EXPONENT = 15
-# To which powers of two the delta rules bring a state's rows then, and what a chunk adds to them
-# before X, which may make it larger.
+# Powers of two to which the delta rules then scale a state's rows, and a chunk's addition before X,
+# which may enlarge it.
 STATE_TO, ADDED_TO = 14, 8
 
 
 def summed(spec: str, a: Array, b: Array) -> Array:
-    """`einsum(spec, a, b)`, summed in float32 (float64 for float64), with no TF32.
+    """Computes `einsum(spec, a, b)`, summed in float32 (float64 for float64), without TF32.
 
-    XLA's CPU backend lacks it for some layouts of 16-bit operands: `dot` has them all.
+    XLA's CPU backend does not support some layouts of 16-bit operands; `dot` supports all.
     """
     wide = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
     exact = lax.Precision.HIGHEST if a.dtype == wide else None
@@ -29,9 +29,9 @@ def summed(spec: str, a: Array, b: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def matmul(spec: str, a: Array, b: Array, dtype: jnp.dtype) -> Float[Array, "..."]:
-    """`einsum(spec, a, b)` of operands rounded to `dtype`, summed and returned in float32.
+    """Computes `einsum(spec, a, b)` of operands rounded to `dtype`, in float32.
 
-    The gradient rounds its operands likewise: left to JAX, a float32 cotangent would turn the
+    The gradient rounds its operands in the same way. By default a float32 cotangent would turn the
     backward matmuls of bfloat16 operands into slow float32 ones.
     """
     return summed(spec, a.astype(dtype), b.astype(dtype))
@@ -39,7 +39,7 @@ def matmul(spec: str, a: Array, b: Array, dtype: jnp.dtype) -> Float[Array, "...
 
 def _matmul_forward(spec: str, a: Array, b: Array, dtype: jnp.dtype):
     x, y = a.astype(dtype), b.astype(dtype)
-    # Empty arrays carry the operands' dtypes: a residual must be an array.
+    # Empty arrays carry the operands' dtypes, because a residual must be an array.
     return summed(spec, x, y), (x, y, jnp.zeros(0, a.dtype), jnp.zeros(0, b.dtype))
 
 
@@ -57,15 +57,15 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
 def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """An einsum accumulated in float32 (float64 for float64), with no TF32 for float32 operands."""
+    """Computes an einsum summed in float32 (float64 for float64), with no TF32 for float32."""
     dtype = jnp.promote_types(a.dtype, b.dtype)
     wide = jnp.promote_types(dtype, jnp.float32)
     product = partial(summed, spec)
     if dtype == wide:
         return product(a, b)
 
-    # XLA's CPU backend has no bfloat16 product summed in float32 for some layouts (jax 0.11.2); the
-    # product of the operands in float32 is the same number.
+    # XLA's CPU backend lacks a bfloat16 product summed in float32 for some layouts (jax 0.11.2).
+    # The product of the operands in float32 gives the same number.
     def widened(a: jax.Array, b: jax.Array) -> jax.Array:
         return product(a.astype(wide), b.astype(wide))
 
@@ -73,13 +73,14 @@ def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def float16_scale(largest: jax.Array, to: int) -> tuple[jax.Array, jax.Array]:
-    """Powers of two, float32: by what numbers are multiplied on their way to float16, and by what
-    their products with others are. 1 and 1 up to 2**15; beyond, the largest comes to 2**to and
-    more. Infinities and NaN stay what they are.
+    """Returns powers of two, float32, that scale numbers for float16 and scale products back.
+
+    Up to 2**15 both are 1. Beyond, the largest number is scaled to at least 2**to. Infinities and
+    NaN do not change.
 
     Args:
-        largest: float32, of the numbers' magnitudes; it has no gradient.
-        to: FLOAT16_EXPONENT - 1, or less where products of the numbers are to be narrow too.
+        largest: The largest magnitude, float32; it has no gradient.
+        to: FLOAT16_EXPONENT - 1, or less if products of the numbers must also fit.
     """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = lax.shift_right_logical(bits, EXPONENT_AT) - FLOAT_BIAS

@@ -1,4 +1,4 @@
-"""The online softmax of the plain-JAX attentions."""
+"""The online softmax of the plain-JAX attention ops."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jax import lax
 
 
 class OnlineSoftmax(NamedTuple):
-    """Attention over the keys seen so far: row maxima, sums of exponentials, undivided output."""
+    """Attention over the keys so far: row maxima, sums of exponentials, unnormalized output."""
 
     top: jax.Array  # [*rows], -inf before the first key
     total: jax.Array  # [*rows]
@@ -23,11 +23,11 @@ class OnlineSoftmax(NamedTuple):
     def add(
         self, scores: jax.Array, visible: jax.Array, weigh: Callable[[jax.Array], jax.Array]
     ) -> "OnlineSoftmax":
-        """Adds keys: scores [*rows, K], those not visible excluded; weigh(p) sums p's values."""
+        """Adds the visible keys by scores [*rows, K]; weigh(p) returns the values' weighted sum."""
         scores = jnp.where(visible, scores, -jnp.inf)
         top = jnp.maximum(self.top, scores.max(-1))
-        # The result does not depend on the shift, so no gradient goes through it. Rows that have
-        # seen nothing shift by 0: -inf - -inf is NaN.
+        # The result does not depend on the shift, so no gradient goes through it. Rows that saw no
+        # key shift by 0, because -inf - -inf is NaN.
         top = lax.stop_gradient(top)
         shift = jnp.where(top == -jnp.inf, 0, top)
         p = jnp.exp(scores - shift[..., None])
@@ -36,9 +36,10 @@ class OnlineSoftmax(NamedTuple):
         return OnlineSoftmax(top, total, self.acc * rescale[..., None] + weigh(p))
 
     def finish(self, sees: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(out [*rows, V], lse [*rows]); `sees` says which rows have any key, the rest is 0, -inf.
+        """Returns (out [*rows, V], lse [*rows]), with 0 and -inf where `sees` is False.
 
-        It comes from the lengths and not from `total`: a NaN of a real row is not hidden.
+        `sees`, whether a row has any key, derives from the lengths instead of `total`, so that a
+        NaN in a real row is not hidden.
         """
         total = jnp.where(sees, self.total, 1)
         out = jnp.where(sees[..., None], self.acc / total[..., None], 0)

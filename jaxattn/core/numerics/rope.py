@@ -1,6 +1,6 @@
 """Rotary position embedding: DeepSeek's interleaved layout, the half-split one, and YaRN.
 
-DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 and stretched 40 times):
+DeepSeek-V3's configuration (theta 10000, 64 rope dims, trained at 4096 tokens, extended 40 times):
 
     yarn = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_dim=1.0)
     config = RopeConfig(yarn=yarn)
@@ -28,30 +28,28 @@ from jaxattn.core.validation.config_fields import (
 )
 
 MOST_ROPE_DIMS = 2**16
-# With both, the slowest frequency is above 1e-36, a normal float32 number.
+# With these limits, the lowest frequency is above 1e-36, a normal float32 number.
 MOST_THETA, MOST_FACTOR = 1e30, 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class YarnConfig:
-    """YaRN (arXiv 2309.00071), with the names of DeepSeek's `rope_scaling`.
+    """YaRN (arXiv 2309.00071), with the field names of DeepSeek's `rope_scaling`.
 
     Attributes:
-        factor: the new context divided by the trained context, from 1 to a million.
-        original_max_position_embeddings: tokens of the trained context.
-        beta_fast: frequencies with at least this many rotations within the trained context are
-            unchanged.
-        beta_slow: frequencies with at most this many rotations are divided by `factor`. A ramp
-            connects both ranges.
-        mscale: weight of the logarithmic correction of the length of rotated queries and keys, from
+        factor: Factor by which the trained context is extended, from 1 to a million.
+        original_max_position_embeddings: Length of the trained context in tokens.
+        beta_fast: Frequencies with at least this many turns within the trained context are kept.
+        beta_slow: Frequencies with at most this many turns are divided by `factor`, with a ramp
+            between the two.
+        mscale: Weight of the logarithmic correction of the length of rotated queries and keys, from
             0 to 100.
-        mscale_all_dim: weight of the part of the correction that moves into the softmax scale,
-            which also applies to dims that are not rotated. DeepSeek-V3 has 1.0 for both; 0 moves
-            nothing.
-        truncate: the ramp begins and ends at whole pairs.
+        mscale_all_dim: Weight of the correction that moves into the softmax scale, where it also
+            affects dims that are not rotated. DeepSeek-V3 uses 1.0 for both; 0 moves nothing.
+        truncate: Whether the ramp begins and ends at whole pairs.
 
     Raises:
-        ValueError: a field is not a finite number or is out of range, or beta_fast < beta_slow.
+        ValueError: A field is not a finite number or is out of range, or beta_fast < beta_slow.
     """
 
     factor: Annotated[float, Number(1, MOST_FACTOR)]
@@ -73,17 +71,17 @@ class YarnConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3RopeScaling:
-    """The stretched context of Llama 3.1, in the words of its `rope_scaling`.
+    """Llama 3.1's context extension, with the field names of its `rope_scaling`.
 
     Attributes:
-        factor: by what the frequencies of long waves are divided.
-        low_freq_factor: a wave is long if it turns less often within the trained context.
-        high_freq_factor: a frequency that turns more often there is kept; a ramp lies between.
-        original_max_position_embeddings: tokens of the trained context.
+        factor: Divisor of the frequencies of long waves.
+        low_freq_factor: A wave with fewer turns within the trained context is long.
+        high_freq_factor: Frequencies with more turns are kept, with a ramp between the two.
+        original_max_position_embeddings: Length of the trained context in tokens.
 
     Raises:
-        ValueError: a field is no finite number or outside its range, or the second factor is not
-            above the first.
+        ValueError: A field is not a finite number or is out of range, or high_freq_factor is not
+            above low_freq_factor.
     """
 
     factor: Annotated[float, Number(1, MOST_FACTOR)]
@@ -103,14 +101,14 @@ class Llama3RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class QueryScaling:
-    """The growth of queries behind the trained context (Llama 4, Ministral 3).
+    """The scaling of queries beyond the trained context (Llama 4, Ministral 3).
 
     Attributes:
-        beta: weight of the logarithm, from 0 to 100.
-        original_max_position_embeddings: tokens of the trained context.
+        beta: Weight of the logarithm, from 0 to 100.
+        original_max_position_embeddings: Length of the trained context in tokens.
 
     Raises:
-        ValueError: a field is no finite number or outside its range.
+        ValueError: A field is not a finite number or is out of range.
     """
 
     beta: Annotated[float, Number(0, 100)]
@@ -120,31 +118,29 @@ class QueryScaling:
         check_fields(self)
 
     def factor(self, positions: Int[Array, "..."]) -> Float[Array, "..."]:
-        """What the queries at these positions are times: 1 within the trained context."""
+        """Returns the factor of queries at these positions, 1 within the trained context."""
         contexts = positions // self.original_max_position_embeddings
         return 1 + self.beta * jnp.log1p(contexts.astype(jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """The pairs of dims that RoPE rotates, and the frequencies.
-
-    At most one of `yarn`, `llama3` and `linear` may scale the frequencies.
+    """The rotated pairs of dims and their frequencies.
 
     Attributes:
         dim: P, the number of rotated dims (qk_rope_head_dim), even.
-        theta: base of the frequencies, more than 1; None rotates nothing (Kimi-Linear's NoPE).
-        interleaved: True pairs dims (2i, 2i + 1) as DeepSeek's checkpoints do; False pairs (i, i +
+        theta: Base of the frequencies, greater than 1. None rotates nothing (Kimi-Linear's NoPE).
+        interleaved: True pairs dims (2i, 2i + 1) as in DeepSeek's checkpoints. False pairs (i, i +
             P/2), the half-split layout of GPT-NeoX and Llama. Input and output have the same
             layout.
-        yarn: YaRN scaling for a longer context; None leaves the frequencies unchanged.
-        llama3: Llama 3's scaling for a longer context.
-        linear: divides all frequencies by this factor, from 1 to a million; 1 leaves them
-            unchanged.
+        yarn: Context extension by YaRN. None keeps the frequencies.
+        llama3: Context extension as in Llama 3.1.
+        linear: Context extension that divides all frequencies by this factor, from 1 to a million;
+            1 keeps them. At most one of `yarn`, `llama3` and `linear` may be used.
 
     Raises:
-        ValueError: a field is out of range, YaRN's ramp would be reversed, theta is None with a
-            scaling, or two scalings are given.
+        ValueError: A field does not fit, YaRN's ramp would run backwards, or an extension is given
+            without theta or twice.
     """
 
     dim: Annotated[int, Integer(2, MOST_ROPE_DIMS, multiple_of=2)] = 64
@@ -171,19 +167,19 @@ class RopeConfig:
 
 
 def _ramp(dim: int, theta: float, yarn: YarnConfig) -> tuple[float, float]:
-    """The pairs where YaRN's ramp begins and ends, as DeepSeek-V3's model.py computes them."""
+    """Returns the pairs where YaRN's ramp begins and ends, as in DeepSeek-V3's model.py."""
 
     def pair_turning(times: float) -> float:
-        """The (fractional) pair that turns that often within the trained context."""
+        """Returns the (fractional) pair with this many turns within the trained context."""
         wavelength = yarn.original_max_position_embeddings / (times * 2 * math.pi)
         return dim * math.log(wavelength) / (2 * math.log(theta))
 
     first, last = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The published code bounds this index of a pair by dim - 1, not by dim / 2 - 1.
+    # The published code bounds the index of a pair by dim - 1 instead of dim / 2 - 1.
     low, high = max(first, 0), min(last, dim - 1)
-    if low > high:  # the formulas would stretch the pairs to keep, and keep those to stretch
+    if low > high:  # the formulas would swap the kept and the stretched pairs
         raise ValueError(
             f"RopeConfig: YaRN's ramp would begin at pair {low:,.4g} and end at pair {high:,.4g} "
             f"of {dim=}; change theta={theta:g} or original_max_position_embeddings="
@@ -197,7 +193,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def inv_freq(config: RopeConfig) -> np.ndarray:
-    """Radians per token of each pair, float32 [P / 2], as DeepSeek-V3's model.py computes them."""
+    """Returns radians per token of each pair, float32 [P / 2], as DeepSeek-V3's model.py does."""
     pairs = np.arange(config.dim // 2, dtype=np.float64)
     if config.theta is None:
         return np.zeros_like(pairs, np.float32)
@@ -214,7 +210,7 @@ def inv_freq(config: RopeConfig) -> np.ndarray:
 
 
 def _llama3(freq: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
-    """Frequencies of pairs, stretched as transformers stretches those of Llama 3.1."""
+    """Stretches the frequencies of pairs as transformers does for Llama 3.1."""
     turns = freq * scaling.original_max_position_embeddings / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
@@ -222,10 +218,10 @@ def _llama3(freq: np.ndarray, scaling: Llama3RopeScaling) -> np.ndarray:
 
 
 def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
-    """qk_head_dim**-0.5 * mscale**2, with mscale = 1 unless YaRN's `mscale_all_dim` is set.
+    """Returns qk_head_dim**-0.5 * mscale**2; mscale is 1 unless YaRN's `mscale_all_dim` is set.
 
-    `qk_head_dim` is the number of dims of the query before absorption (DeepSeek-V3: nope 128 + rope
-    64 = 192). Absorption changes the shape of the dot product, but not its value.
+    `qk_head_dim` counts the dims of the unabsorbed query (DeepSeek-V3: nope 128 + rope 64 = 192),
+    because absorption changes the shape of the dot product, but not its value.
 
     Raises:
         ValueError: `qk_head_dim` is not an integer of at least 1.
@@ -236,11 +232,11 @@ def softmax_scale(qk_head_dim: int, config: RopeConfig) -> float:
 
 
 class Rotation(NamedTuple):
-    """The angles of some tokens, for the layers that share them.
+    """The angles of tokens, for the layers that share them.
 
     Attributes:
-        angles: [..., 2 P], float32 unless asked otherwise: of every dim the cosine, which it is
-            times, and then the signed sine, which the other dim of its pair is times.
+        angles: [..., 2 P], float32 by default: the cosine of every dim, its own factor, followed by
+            the signed sine, the factor of the other dim of its pair.
     """
 
     angles: jax.Array
@@ -250,7 +246,7 @@ class Rotation(NamedTuple):
 def rotation(
     positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
 ) -> Rotation:
-    """The rotation by the angles of all positions, including YaRN's scale of lengths.
+    """Returns the rotation by every position's angles, including YaRN's scale of lengths.
 
     Raises:
         TypeError: `positions` are not integers.
@@ -273,7 +269,7 @@ def rotation(
 
 
 def in_layout(given: Rotation, config: RopeConfig, interleaved: bool) -> Rotation:
-    """A rotation of `config` for dims in another layout of pairs."""
+    """Converts a rotation of `config` to another layout of pairs."""
     if interleaved == config.interleaved:
         return given
     cosines, sines = jnp.split(given.angles, 2, axis=-1)
@@ -287,13 +283,13 @@ def in_layout(given: Rotation, config: RopeConfig, interleaved: bool) -> Rotatio
 
 
 def check_config(op: str, config: Any) -> None:
-    """Raises, in the op's name, unless it is a `RopeConfig`."""
+    """Raises, naming the op, unless `config` is a `RopeConfig`."""
     if not isinstance(config, RopeConfig):
         raise TypeError(f"{op}: config must be a jaxattn.RopeConfig, got {type(config).__name__}")
 
 
 def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:
-    """Raises, in the op's name, unless it is a rotation of `tokens` [B, S] and of `config.dim`."""
+    """Raises, naming the op, unless `given` is a rotation of `tokens` [B, S] and `config.dim`."""
     if not isinstance(given, Rotation):
         found = str(getattr(given, "dtype", type(given).__name__))
         raise TypeError(
@@ -317,13 +313,13 @@ def rope(
 
     Args:
         x: [..., T, P], or with heads [..., T, H, P].
-        positions: integers, one per token: one axis fewer than `x`, or with heads two. Each axis
-            equals that of `x` or is 1. Or the `rotation` of such.
-        config: P must be `config.dim`.
+        positions: Integer positions, one per token, or their `rotation`. The array has one axis
+            fewer than `x`, or two fewer with heads. Each axis equals that of `x` or is 1.
+        config: Configuration of the rotation; P must be `config.dim`.
 
     Raises:
         TypeError: `positions` are not integers, or `x` is not floating.
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not fit.
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -1,4 +1,4 @@
-"""Roundings that XLA may not leave out."""
+"""Roundings that XLA may not omit."""
 
 import jax
 from jax import lax
@@ -6,9 +6,9 @@ from jax.typing import DTypeLike
 
 
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x.astype(dtype)`, whose way back to x's dtype is another number than x.
+    """Returns `x.astype(dtype)`, behind a barrier against simplification.
 
-    XLA's GPU compiler takes `x.astype(bfloat16).astype(float32)` for x itself: what a rounding
-    left, `x - x.astype(bfloat16).astype(float32)`, is 0 there.
+    XLA's GPU compiler replaces `x.astype(bfloat16).astype(float32)` by x itself, so the rest of a
+    rounding, `x - x.astype(bfloat16).astype(float32)`, would become 0.
     """
     return lax.optimization_barrier(x.astype(dtype))

@@ -1,4 +1,4 @@
-"""Gated activations of experts: SwiGLU, and gpt-oss's, which is clamped."""
+"""Gated activations of experts: SwiGLU, and gpt-oss's clamped variant."""
 
 import dataclasses
 from typing import Annotated
@@ -11,16 +11,16 @@ from jaxattn.core.validation.config_fields import Number, check_fields
 
 
 def swiglu(gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
-    """silu(gate) * up."""
+    """Returns silu(gate) * up."""
     return jax.nn.silu(gate) * up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClampedSwiGLU:
-    """gate * sigmoid(alpha * gate) * (up + 1), of a gate up to `limit` and up from -limit to limit.
+    """gate * sigmoid(alpha * gate) * (up + 1), with gate and |up| clamped to at most `limit`.
 
     Raises:
-        ValueError: a field is no finite number above 0.
+        ValueError: A field is not a finite number above 0.
     """
 
     alpha: Annotated[float, Number(0, 1e6, open_below=True)]

@@ -1,8 +1,8 @@
-"""Gather of a TurboQuant cache's codes: each number from the bytes of its group that have it.
+"""Gather of a TurboQuant cache's codes: each number is read from its bytes in the group.
 
-`slot_layout.unpack` turns the bytes of a group round, part by part, and XLA makes several passes
-over memory of it. Here a table says where the bits of each code lie, and one pass reads them. Both
-give the same numbers; this one is for many tokens at a time.
+`slot_layout.unpack` transposes the bytes of a group part by part, for which XLA makes several
+passes over memory. This module uses a table of the bits of each code, and reads them in one pass.
+Both give the same numbers; this one is for many tokens at a time.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class CodeBits:
     """Some bits of each number of a group: (byte >> right & mask) << left.
 
     Attributes:
-        byte: int32 [16 D], which of the group's bytes.
+        byte: int32 [16 D], index of the group's byte.
         right, mask, left: uint8 [16 D].
     """
 
@@ -34,17 +34,17 @@ class CodeBits:
     left: np.ndarray
 
     def read(self, groups: UInt8[Array, "g bytes"]) -> UInt8[Array, "g n"]:
-        # One index for each number: XLA then reads where it writes, in the order of the result.
+        # One index per number, so that XLA reads where it writes, in the order of the result.
         first = jnp.arange(groups.shape[0], dtype=jnp.int32)[:, None] * groups.shape[1]
         found = groups.reshape(-1).at[first + self.byte].get(mode="promise_in_bounds")
         return (found >> self.right & self.mask) << self.left
 
 
 def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> TurboCodes:
-    """Those of whole pages, [*p, C, D] and [*p, C].
+    """Returns the codes of whole pages, [*p, C, D] and [*p, C].
 
     Args:
-        pages: of one head each.
+        pages: Pages of one head each.
     """
     before, groups = pages.shape[:-1], pages.reshape(-1, GROUP * form.slot_bytes)
 
@@ -67,14 +67,14 @@ def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> TurboCodes
 
 
 def _counted(sized: jax.Array) -> jax.Array:
-    """The code whose distance from the middle, and sign above it, these four bits are."""
+    """Converts four bits, the distance from the middle and the sign above it, to the code."""
     size = sized & 7
     return jnp.where(sized > 7, 7 - size, size + 8).astype(jnp.uint8)
 
 
 @functools.cache
 def _keys(form: TurboFormat) -> tuple[CodeBits, ...]:
-    """Of four bits the size, and the sign above it; of three bits, what three nibbles hold."""
+    """Returns the bits of keys: size and sign (4 bits), or parts from three nibbles (3 bits)."""
     d = np.arange(form.head_dim)
     c, j, t, i = d // 32, d // 16 % 2, d // 4 % 4, d % 4
     if form.key_bits == 8:
@@ -101,7 +101,7 @@ def _values(form: TurboFormat) -> tuple[CodeBits, ...]:
 
 
 def _of_three(form: TurboFormat, q: np.ndarray, nibbles: list[np.ndarray]) -> tuple[CodeBits, ...]:
-    """Nibble q of four that are stored as three: the highest bits of those make the fourth."""
+    """Returns nibble q of four that are stored as three, whose highest bits form the fourth."""
     fourth = q == 3
     own = np.select([q == r for r in range(3)], nibbles, nibbles[0])
     return (
@@ -118,7 +118,7 @@ def _nibble(
     form: TurboFormat, at: np.ndarray, *, right: int | np.ndarray, mask: int | np.ndarray,
     left: int | np.ndarray = 0,
 ) -> CodeBits:  # fmt: skip
-    """Bits of a nibble of a token's slot."""
+    """Returns bits of a nibble of each token's slot."""
     return _bits(form, at // 2, right + 4 * (at % 2), mask, left)
 
 
@@ -126,7 +126,7 @@ def _bits(
     form: TurboFormat, at: np.ndarray, right: int | np.ndarray, mask: int | np.ndarray,
     left: int | np.ndarray,
 ) -> CodeBits:  # fmt: skip
-    """Bits of a byte of each token's slot: the bytes of all 16 tokens of a group."""
+    """Returns bits of a byte of each token's slot, for all 16 tokens of a group."""
     shape = GROUP, form.head_dim
     others = (np.broadcast_to(x, shape).astype(np.uint8).ravel() for x in (right, mask, left))
     return CodeBits(places(form)[:, at].ravel(), *others)

@@ -1,4 +1,4 @@
-"""TurboQuant (arXiv 2504.19874): what a compressed cache keeps of a token's key and value.
+"""TurboQuant (arXiv 2504.19874): the form in which a compressed cache stores keys and values.
 
     k8v4      the key as float8_e4m3fn, without a scale        the value in 4 bits
     4bit_nc   the key rotated, 4 bits and a norm               the value in 4 bits
@@ -6,13 +6,13 @@
     3bit_nc   the key rotated, 3 bits and a norm               the value in 3 bits
 
 A key is rotated by the Hadamard matrix and divided by its norm, so that its numbers are nearly
-normal whatever the key was. Each becomes the nearest of 8 or 16 levels. The levels are Lloyd-Max
-centroids rounded to e4m3 (0.7 % more squared error), which the tensor cores take as they are. The
-norm is stored divided by the length of the levels ("nc"), so that nothing is left to correct. A
-value is cut evenly between its smallest and its largest number. Sketches of the residual (QJL) are
-left out, as everyone who measured them did.
+normally distributed for any key. Each becomes the nearest of 8 or 16 levels. The levels are
+Lloyd-Max centroids rounded to e4m3 (0.7 % more squared error), which the tensor cores accept
+directly. The norm is stored divided by the length of the levels ("nc"), so that no correction is
+needed later. A value is quantized evenly between its smallest and its largest number. Sketches of
+the residual (QJL) are omitted, as in every implementation whose authors measured them.
 
-slot_layout.py says in which order the codes lie in memory.
+slot_layout.py defines the order of the codes in memory.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ HEAD_DIMS = (64, 128, 256)
 E4M3 = jnp.dtype("float8_e4m3fn")
 LARGEST_E4M3, LARGEST_F16 = 448.0, 65504.0
 
-# Positive levels of a normal number times LEVEL_UNITS, each of them an e4m3 number.
+# Positive levels of a standard normal number times LEVEL_UNITS; each is an e4m3 number.
 LEVELS = {
     4: (0.140625, 0.40625, 0.6875, 1.0, 1.375, 1.75, 2.25, 3.0),
     3: (0.375, 1.125, 2.0, 3.25),
@@ -46,12 +46,12 @@ LEVEL_UNITS = {4: 1.085, 3: 1.505}
 
 
 class TurboCodes(NamedTuple):
-    """What is stored of tokens [*t], a number a code.
+    """The stored form of tokens [*t], with one number per code.
 
     Attributes:
-        keys: the bytes of e4m3 numbers, or indices of levels in ascending order.
-        values: from 0, the minimum, to 2**bits - 1, the maximum.
-        norm: the key's, divided by its levels' length; None of e4m3 keys.
+        keys: The bytes of e4m3 numbers, or indices of levels in ascending order.
+        values: Codes from 0, the minimum, to 2**bits - 1, the maximum.
+        norm: The key's norm divided by its levels' length; None for e4m3 keys.
         scale, minimum: value = minimum + scale * code.
     """
 
@@ -64,14 +64,14 @@ class TurboCodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurboFormat:
-    """A TurboQuant preset with a head dim. One layer's cache is uint8 [N, Hk, C * slot_bytes].
+    """A preset for a head dim; one layer's cache is uint8 [N, Hk, C * slot_bytes].
 
     Attributes:
         preset: "k8v4", "4bit_nc", "k3v4_nc" or "3bit_nc". The last two presets each warn once.
         head_dim: D, 64, 128 or 256.
 
     Raises:
-        ValueError: the preset does not exist, or does not support the head dim.
+        ValueError: There is no such preset, or not for that head dim.
     """
 
     preset: str
@@ -105,7 +105,7 @@ class TurboFormat:
 
     @property
     def rotated(self) -> bool:
-        """Whether the op rotates keys, and therefore also queries."""
+        """Whether keys are rotated, and therefore queries."""
         return self.key_bits != 8
 
     @property
@@ -118,16 +118,16 @@ class TurboFormat:
 
     @property
     def meta_bytes(self) -> int:
-        """Of the float16 numbers: the key's norm, the value's scale and minimum."""
+        """The bytes of the float16 numbers: the key's norm, the value's scale and minimum."""
         return 6 if self.rotated else 4
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a token in one layer and key-value head."""
+        """The bytes of a token in one layer and key-value head."""
         return self.key_bytes + self.value_bytes + self.meta_bytes
 
     def page_size(self, kv_cache: jax.Array) -> int:
-        """C of a cache [..., Hk, C * slot_bytes]."""
+        """Returns C of a cache [..., Hk, C * slot_bytes]."""
         return int(kv_cache.shape[-1]) // self.slot_bytes
 
 
@@ -142,19 +142,19 @@ def _warn_of_three_bits(preset: str, head_dim: int) -> None:
 
 
 def hadamard(dim: int) -> np.ndarray:
-    """Sylvester's matrix [D, D] over sqrt(D): symmetric, and its own inverse."""
+    """Returns Sylvester's matrix [D, D] over sqrt(D), which is symmetric and its own inverse."""
     both = np.arange(dim)[:, None] & np.arange(dim)
     odd = np.bitwise_count(both) % 2
     return ((1 - 2.0 * odd) / math.sqrt(dim)).astype(np.float32)
 
 
 def rotate(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
-    """x times `hadamard`, in float32; it undoes itself."""
+    """Returns x times `hadamard`, in float32; applying it twice gives x."""
     return butterfly(x.astype(jnp.float32)) * np.float32(x.shape[-1] ** -0.5)
 
 
 def butterfly(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
-    """x times `hadamard` and sqrt(D), by sums and differences in the order of kernels."""
+    """Returns x times `hadamard` and sqrt(D), by sums and differences in the kernels' order."""
     *before, dim = x.shape
     distance = 1
     while distance < dim:
@@ -166,13 +166,13 @@ def butterfly(x: Float[Array, "*t D"]) -> Float[Array, "*t D"]:
 
 
 def levels(bits: int) -> np.ndarray:
-    """All levels in ascending order, float32; the index in it is the code."""
+    """Returns all levels in ascending order, float32; the index is the code."""
     positive = np.array(LEVELS[bits], np.float32)
     return np.concatenate([-positive[::-1], positive])
 
 
 def of_levels(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
-    """The levels that codes name, float32; by selection, which is faster than a table."""
+    """Returns the levels of codes, float32, by selection, which is faster than a table."""
     size = jnp.zeros(keys.shape, jnp.float32)
     half = 2 ** (bits - 1)
     place = jnp.where(keys < half, half - 1 - keys, keys - half)
@@ -182,7 +182,7 @@ def of_levels(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
 
 
 def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t D"]:
-    """Keys without their norms, float32: numbers that e4m3 and float16 have."""
+    """Returns keys without their norms, float32: numbers exact in e4m3 and float16."""
     if form.rotated:
         return of_levels(form.key_bits, keys)
     return lax.bitcast_convert_type(keys, E4M3).astype(jnp.float32)
@@ -191,12 +191,12 @@ def key_numbers(form: TurboFormat, keys: UInt8[Array, "*t D"]) -> Float[Array, "
 def plain_keys(
     form: TurboFormat, codes: TurboCodes, turn: Callable[[Array], Array] = butterfly
 ) -> Float[Array, "*t D"]:
-    """Keys as they were before they were rotated, float32.
+    """Returns keys as they were before the rotation, float32.
 
-    The levels' sums are exact, and the norm comes after them.
+    The levels' sums are exact, and the norm is applied after them.
 
     Args:
-        turn: makes the sums, as `butterfly`.
+        turn: Computes the sums, as `butterfly` does.
     """
     keys = key_numbers(form, codes.keys)
     if codes.norm is None:
@@ -206,11 +206,11 @@ def plain_keys(
 
 
 def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]) -> TurboCodes:
-    """What is stored of keys and values.
+    """Returns the stored form of keys and values.
 
-    A NaN or an infinity in a key makes its norm NaN (of e4m3 keys, its own number), and one in a
-    value its scale and minimum: the token shows NaN to whoever sees it. Norms, scales and minima
-    beyond float16, and e4m3 keys beyond 448, are cut to the largest.
+    A NaN or an infinity in a key makes its norm NaN (for e4m3 keys, the number itself), and one in
+    a value makes its scale and minimum NaN. The token thus gives NaN to every token that sees it.
+    Norms, scales and minima beyond float16, and e4m3 keys beyond 448, saturate.
     """
     values, scale, minimum = _quantize_values(v, form.value_bits)
     k = jnp.where(jnp.isinf(k), jnp.nan, k).astype(jnp.float32)
@@ -218,7 +218,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
         stored = jnp.clip(k, -LARGEST_E4M3, LARGEST_E4M3).astype(E4M3)
         keys = lax.bitcast_convert_type(stored, jnp.uint8)
         return TurboCodes(keys, values, None, scale, minimum)
-    # Twice: the squares of numbers like 1e30 are no float32 numbers.
+    # Normalized twice, because the squares of numbers like 1e30 exceed float32.
     largest = jnp.max(jnp.abs(k), axis=-1, keepdims=True)
     k = k / jnp.where(largest == 0, 1, largest)
     length = jnp.sqrt(jnp.sum(k * k, axis=-1, keepdims=True))
@@ -232,7 +232,7 @@ def quantize(form: TurboFormat, k: Float[Array, "*t D"], v: Float[Array, "*t D"]
 
 
 def level_length(bits: int, keys: UInt8[Array, "*t D"]) -> Float[Array, "*t"]:
-    """The length of the vector of a key's levels."""
+    """Returns the length of the vector of a key's levels."""
     return jnp.sqrt(jnp.sum(jnp.square(of_levels(bits, keys)), axis=-1))
 
 
@@ -241,10 +241,10 @@ def _quantize_values(v: jax.Array, bits: int) -> tuple[jax.Array, jax.Array, jax
     v = jnp.where(jnp.isinf(v), jnp.nan, v).astype(jnp.float32)
     low, high = jnp.min(v, axis=-1), jnp.max(v, axis=-1)
     minimum = _as_f16(low)
-    # Shares, for the difference of two float32 numbers may be none. XLA rounds one of them alone,
-    # so that equal numbers might differ.
+    # Divided first, because the difference of two float32 numbers may overflow. XLA may round only
+    # one of the quotients, so that equal numbers would differ.
     scale = _as_f16(jnp.where(high == low, 0, high / most - low / most))
-    # With the rounded numbers, which are those that a reader has.
+    # With the rounded numbers, which a reader uses.
     above = v - minimum.astype(jnp.float32)[..., None]
     by = scale.astype(jnp.float32)[..., None]
     codes = jnp.where(by > 0, jnp.floor(above / jnp.where(by > 0, by, 1) + 0.5), 0)
@@ -259,9 +259,9 @@ def _as_f16(x: jax.Array) -> jax.Array:
 def dequantize(
     form: TurboFormat, codes: TurboCodes
 ) -> tuple[Float[Array, "*t D"], Float[Array, "*t D"]]:
-    """(keys, values) in float32, keys still rotated where the format rotates them.
+    """Returns (keys, values) in float32; keys stay rotated if the format rotates them.
 
-    Differentiable in the norms, scales and minima; the codes are integers.
+    The function is differentiable in the norms, scales and minima; the codes are integers.
     """
     keys = key_numbers(form, codes.keys)
     if codes.norm is not None:

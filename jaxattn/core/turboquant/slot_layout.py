@@ -1,13 +1,13 @@
-"""The bytes of a TurboQuant cache: a token's slot, and how 16 slots lie together in memory.
+"""The bytes of a TurboQuant cache: a token's slot, and the layout of 16 slots in memory.
 
-A page of C tokens and one key-value head is C / 16 groups of 16 tokens, one behind the other:
+A page of C tokens and one key-value head is C / 16 groups of 16 tokens, one after another:
 
-    group    16 tokens' keys | their values | their float16 numbers, each kind on its own
+    group    16 tokens' keys | their values | their float16 numbers, each kind by itself
 
-Within them the codes lie as the 128 threads of a warpgroup take them for an FP8 wgmma, warp w and
-lane 4 g + t, so that a thread's codes are its neighbour's neighbours. Of keys, a thread has tokens
-g and 8 + g; of values, tokens 4 t + i and dims 64 m + 16 w + 8 h + g. All bytes of a token are its
-own: who appends it reads nothing.
+Within a group, the codes have the order in which the 128 threads of a warpgroup (warp w, lane 4 g +
+t) use them for an FP8 wgmma. Adjacent threads thus read adjacent codes. Of keys, a thread has
+tokens g and 8 + g; of values, tokens 4 t + i and dims 64 m + 16 w + 8 h + g. No two tokens share a
+byte, so appending a token reads nothing.
 
     keys, 8 bits    [c][g][t][j][h][i]          dim 32 c + 16 j + 4 t + i
     keys, 4 bits    [b][g][t][c][h][word]       dim 64 b + 32 c + 16 j + 4 t + i
@@ -15,10 +15,10 @@ own: who appends it reads nothing.
     values, 4 bits  [w][g][t][m][i]             a byte is dims h = 0 and, above it, h = 1
     values, 3 bits  [w][f][r][t][m][i]          g = 4 f + q
 
-A nibble of four bits holds a sign, set where the code is in the lower half, and how far from the
-middle the code is. In a word of keys the signs lie apart from their codes: that of code i at
-nibble 2 i + 1, that of code 4 + i at nibble 2 i. Four nibbles of three bits, q, make three, r: the
-bits of the fourth are the highest of the others.
+A nibble of four bits holds a sign, set if the code is in the lower half, and the code's distance
+from the middle. In a word of keys the signs are separate from their codes: that of code i is at
+nibble 2 i + 1, that of code 4 + i at nibble 2 i. Four nibbles of three bits, q, are stored as
+three, r: the bits of the fourth are the highest bits of the others.
 """
 
 import functools
@@ -33,15 +33,15 @@ from jaxtyping import Array, UInt8
 from jaxattn.core.turboquant.codec import TurboCodes, TurboFormat
 
 GROUP = 16  # tokens
-# Whose sign a nibble of a word of keys holds.
+# The code whose sign each nibble of a word of keys holds.
 SIGN_OF = (4, 0, 5, 1, 6, 2, 7, 3)
 NIBBLE_OF = tuple(SIGN_OF.index(i) for i in range(8))
-# Of the fourth pair of nibbles: the bits that the other three hold, one place higher each.
+# Bits of the fourth pair of nibbles that each of the other three holds, one place higher each.
 SPARE = (0x44, 0x22, 0x11)
 
 
 def pack(form: TurboFormat, codes: TurboCodes) -> UInt8[Array, "*t slot"]:
-    """A slot of each token: the bytes of its key, of its value, and of its float16 numbers."""
+    """Packs each token into a slot: the bytes of its key, its value, and its float16 numbers."""
     parts = [_pack_keys(form, codes.keys), _pack_values(form, codes.values)]
     numbers = [x for x in (codes.norm, codes.scale, codes.minimum) if x is not None]
     words = lax.bitcast_convert_type(jnp.stack(numbers, axis=-1), jnp.uint16)
@@ -51,7 +51,7 @@ def pack(form: TurboFormat, codes: TurboCodes) -> UInt8[Array, "*t slot"]:
 
 
 def unpack(form: TurboFormat, slots: UInt8[Array, "*t slot"]) -> TurboCodes:
-    """The inverse of `pack`."""
+    """Inverts `pack`."""
     ends = [form.key_bytes, form.key_bytes + form.value_bytes]
     keys, values, numbers = jnp.split(slots, ends, axis=-1)
     pairs = numbers.reshape(*numbers.shape[:-1], -1, 2).astype(jnp.uint16)
@@ -64,7 +64,7 @@ def unpack(form: TurboFormat, slots: UInt8[Array, "*t slot"]) -> TurboCodes:
 
 
 def group(form: TurboFormat, slots: UInt8[Array, "*p 16 slot"]) -> UInt8[Array, "*p bytes"]:
-    """The bytes of groups, of the slots of their tokens."""
+    """Converts the slots of 16 tokens to the bytes of their group."""
     before = slots.shape[:-2]
     parts = jnp.split(slots, np.cumsum([form.key_bytes, form.value_bytes]).tolist(), axis=-1)
     return jnp.concatenate(
@@ -77,7 +77,7 @@ def group(form: TurboFormat, slots: UInt8[Array, "*p 16 slot"]) -> UInt8[Array, 
 
 
 def ungroup(form: TurboFormat, groups: UInt8[Array, "*p bytes"]) -> UInt8[Array, "*p 16 slot"]:
-    """The inverse of `group`."""
+    """Inverts `group`."""
     before = groups.shape[:-1]
     ends = np.cumsum([GROUP * form.key_bytes, GROUP * form.value_bytes]).tolist()
     parts = []
@@ -90,7 +90,7 @@ def ungroup(form: TurboFormat, groups: UInt8[Array, "*p bytes"]) -> UInt8[Array,
 
 @functools.cache
 def places(form: TurboFormat) -> np.ndarray:
-    """int32 [16, slot]: where in a group each byte of each token's slot lies."""
+    """Returns int32 [16, slot]: the place in a group of each byte of each token's slot."""
     count = GROUP * form.slot_bytes
     numbers = np.arange(count, dtype=np.int32).reshape(GROUP, form.slot_bytes)
     with jax.ensure_compile_time_eval():
@@ -99,21 +99,23 @@ def places(form: TurboFormat) -> np.ndarray:
 
 
 def page_slots(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> UInt8[Array, "*p C slot"]:
-    """The slots of whole pages."""
+    """Returns the slots of whole pages."""
     groups = pages.reshape(*pages.shape[:-1], -1, GROUP * form.slot_bytes)
     return ungroup(form, groups).reshape(*pages.shape[:-1], -1, form.slot_bytes)
 
 
 def slot_pages(form: TurboFormat, slots: UInt8[Array, "*p C slot"]) -> UInt8[Array, "*p bytes"]:
-    """The inverse of `page_slots`."""
+    """Inverts `page_slots`."""
     *before, tokens, size = slots.shape
     groups = slots.reshape(*before, tokens // GROUP, GROUP, size)
     return group(form, groups).reshape(*before, tokens * size)
 
 
 def _orders(form: TurboFormat) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(sizes, order) of keys, values and numbers: axes of the slots of a group, and in which order
-    they lie in memory."""
+    """Returns (sizes, order) for keys, values and numbers.
+
+    Sizes are the axes of a group's slots, and the order is that in memory.
+    """
     blocks = form.head_dim // 64
     keys = {
         # (h g)(c)(t)(j)(i)
@@ -134,14 +136,14 @@ def _orders(form: TurboFormat) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def _turned(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
-    """The last axes of x as `sizes`, in another order."""
+    """Splits the last axes of x into `sizes`, and reorders them."""
     before = x.shape[: _leading(x.shape, sizes)]
     x = x.reshape(*before, *sizes)
     return x.transpose(*range(len(before)), *(len(before) + axis for axis in order))
 
 
 def _leading(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """How many axes of a shape stand before its last numbers, as many as `sizes` has."""
+    """Returns how many axes of a shape precede those with as many elements as `sizes`."""
     at, left = len(shape), math.prod(sizes)
     while left > 1:
         at -= 1
@@ -195,7 +197,7 @@ def _unpack_values(form: TurboFormat, stored: jax.Array) -> jax.Array:
 
 
 def _sign_and_size(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whether a 4-bit code is in the lower half, how far from the middle)."""
+    """Returns (whether a 4-bit code is in the lower half, its distance from the middle)."""
     below = (codes < 8).astype(jnp.uint8)
     return below, jnp.where(codes < 8, 7 - codes, codes - 8).astype(jnp.uint8)
 
@@ -206,31 +208,31 @@ def _index(signs: jax.Array, size: jax.Array, nibble_of: tuple[int, ...]) -> jax
 
 
 def _picked(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
-    """The last axis in another order; without an array of it, which no kernel may hold."""
+    """Reorders the last axis without an index array, which kernels do not support."""
     return jnp.stack([x[..., i] for i in order], axis=-1)
 
 
 def _nibbles(codes: jax.Array) -> jax.Array:
-    """[.., 2 n] to bytes [.., n], the first in the lower half; one byte loses its axis."""
+    """Packs [.., 2 n] to bytes [.., n], the first in the lower half; n = 1 loses its axis."""
     both = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(jnp.uint8)
     return both[..., 0] if both.shape[-1] == 1 else both
 
 
 def _apart(stored: jax.Array) -> jax.Array:
-    """The inverse of `_nibbles`, of bytes [.., n]."""
+    """Inverts `_nibbles`, for bytes [.., n]."""
     both = jnp.stack([stored & 15, stored >> 4], axis=-1)
     return both.reshape(*stored.shape[:-1], -1)
 
 
 def _squeeze(x: jax.Array, axis: int) -> jax.Array:
-    """Four bytes of an axis, of three bits a nibble, as three."""
+    """Packs four bytes along an axis, with three bits per nibble, into three."""
     *others, last = (lax.index_in_dim(x, i, axis, keepdims=False) for i in range(4))
     some = [one | (last & SPARE[i]) << 1 + i for i, one in enumerate(others)]
     return jnp.stack(some, axis=axis).astype(jnp.uint8)
 
 
 def _stretch(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `_squeeze`."""
+    """Inverts `_squeeze`."""
     some = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(3)]
     last = functools.reduce(jnp.bitwise_or, [one >> 1 + i & SPARE[i] for i, one in enumerate(some)])
     return jnp.stack([*(one & 0x77 for one in some), last], axis=axis).astype(jnp.uint8)

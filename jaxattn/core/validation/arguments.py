@@ -1,4 +1,4 @@
-"""Checks an op's arguments one after another: an axis name means one size in all of them."""
+"""Checks of an op's arguments, in which an axis name means one size for all arguments."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ from jaxattn.core.validation.page_table_checks import check_pages, check_write_c
 # Page numbers, positions and rows are int32 on the device.
 MOST = 2**31 - 1
 INT32 = ("int32",)
-CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # cache/formats.py says what each of them holds
+CACHES = (*FLOATS, "float8_e4m3fn", "uint8")  # cache/formats.py defines what each of them holds
 
 
 @dataclasses.dataclass
@@ -33,12 +33,12 @@ class OpArguments:
     sizes: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
 
     def check(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
-        """Returns `x` as a JAX array if it is e.g. "B S H D" of one of the dtypes, else raises."""
+        """Returns `x` as a JAX array if it has axes such as "B S H D" and one of the dtypes."""
         self.check_shape(name, x, axes, dtypes)
         return jnp.asarray(x)
 
     def check_shape(self, name: str, x: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> None:
-        """As `check`, without making a JAX array of x."""
+        """Does the same as `check` without creating a JAX array of x."""
         check_array(self.op, name, x)
         check_dtype(self.op, name, x, *dtypes)
         names, shape = axes.split(), tuple(x.shape)
@@ -67,7 +67,7 @@ class OpArguments:
     def check_layer(
         self, kv_cache: Any, layer: Any, axes: str = "N C D", name: str = "kv_cache"
     ) -> None:
-        """A stack needs a layer, a plain cache of `axes` has none; and the layer must exist."""
+        """Raises unless a stack comes with an existing layer, and a cache of `axes` without one."""
         shape, plain = tuple(getattr(kv_cache, "shape", ())), len(axes.split())
         if layer is None:
             if len(shape) == plain + 1:
@@ -90,16 +90,16 @@ class OpArguments:
         name: str = "kv_cache",
         dtypes: tuple[str, ...] = CACHES,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """A cache of latents and its addressing: tables and lengths are checked where known.
+        """Checks a cache of latents with its block tables and lengths, by value if concrete.
 
-        A traced row of more tokens than its table has places comes back as one of 0, padding.
+        A traced row with more tokens than its table has places gets length 0, which marks padding.
 
         Args:
-            name: of the cache, in messages.
-            dtypes: that it may have.
+            name: Name of the cache, for messages.
+            dtypes: Allowed dtypes of the cache.
         """
         self.check_layer(kv_cache, layer, name=name)
-        # Bytes are not numbers: how many of them a latent takes is the format's to say.
+        # The number of bytes per latent depends on the format.
         stored = "Ds" if str(getattr(kv_cache, "dtype", "")) == "uint8" else "D"
         axes = f"N C {stored}" if layer is None else f"L N C {stored}"
         cache = self.check(name, kv_cache, axes, dtypes)
@@ -109,10 +109,10 @@ class OpArguments:
     def check_tables(
         self, block_tables: Any, seq_lens: Any, num_pages: int, page: int, name: str = "kv_cache"
     ) -> tuple[jax.Array, jax.Array]:
-        """The addressing of a cache `name` of so many pages of `page` tokens, checked where it is
-        known.
+        """Checks block tables and lengths for `num_pages` pages of `page` tokens, if concrete.
 
-        A traced row of more tokens than its table has places comes back as one of 0, padding.
+        A traced row with more tokens than its table has places gets length 0, which marks padding.
+        `name` is that of the cache.
         """
         known_tables, tables = self.integers("block_tables", block_tables, "B M")
         width: int = tables.shape[1]
@@ -127,9 +127,9 @@ class OpArguments:
         return tables, lengths
 
     def check_scheduled(self, seq_lens: Any, max_pages: int, page_size: int) -> jax.Array:
-        """The lengths of a schedule's rows, whose tables have so many pages of so many tokens.
+        """Checks the lengths of a schedule's rows, with tables of `max_pages` pages.
 
-        A traced row of more tokens comes back as one of 0, padding.
+        A traced row with more tokens gets length 0, which marks padding.
         """
         most = max_pages * page_size
         but = (
@@ -139,9 +139,9 @@ class OpArguments:
         return self.lengths("seq_lens", seq_lens, most, but)[1]
 
     def check_query_lens(self, query_lens: Any, name: str, tokens: jax.Array) -> jax.Array:
-        """How many of `tokens` [B, S, ...] are each row's, from the left; the rest is padding.
+        """Checks how many of `tokens` [B, S, ...] belong to each row; they come first.
 
-        A traced row with more of them than S has none.
+        A traced row with more than S has none.
         """
         most = tokens.shape[1]
         but = f"{name} {tokens.shape} has {most} tokens per row"
@@ -150,18 +150,18 @@ class OpArguments:
     def check_written(
         self, given: tuple[Any, Any, Any], name: str, tokens: jax.Array, page: int
     ) -> jax.Array | None:
-        """The checked `query_lens`, after the check of what a write of `tokens` [B, S, ...] does.
+        """Checks `query_lens` and the write of `tokens` [B, S, ...], and returns `query_lens`.
 
-        Without `query_lens` a row writes all of its S tokens. What is traced is not looked at.
+        Without `query_lens` a row writes all of its S tokens. Traced values are not checked.
 
         Args:
-            given: block_tables, seq_lens and query_lens as the caller gave them; the first two
+            given: block_tables, seq_lens and query_lens as the caller passed them; the first two
                 have passed `check_tables`.
-            name: of `tokens`, in messages.
-            page: tokens of a page.
+            name: Name of `tokens`, for messages.
+            page: Number of tokens per page.
 
         Returns:
-            `query_lens`, int32 [B], or None where none were given.
+            `query_lens`, int32 [B], or None if none were given.
 
         Raises:
             TypeError, ValueError: `query_lens` do not fit, or two tokens have one place.
@@ -183,16 +183,15 @@ class OpArguments:
         tokens: jax.Array,
         page: int,
     ) -> jax.Array:
-        """As `check_written`, with S for each row [B] of the checked `seq_lens` where no
-        `query_lens` were given."""
+        """Does the same as `check_written`, but returns S for each row if `query_lens` is None."""
         checked = self.check_written(given, name, tokens, page)
         return jnp.full_like(seq_lens, tokens.shape[1]) if checked is None else checked
 
     def integers(self, name: str, x: Any, axes: str) -> tuple[Any, jax.Array]:
-        """An argument of int32 numbers; lists and other integers are taken where they fit.
+        """Returns an argument of int32 numbers; lists and other integers are accepted if they fit.
 
         Returns:
-            What is known of it: a NumPy array, JAX's, or a tracer; and the JAX array, int32.
+            Its known form (a NumPy array, a JAX array, or a tracer), and the int32 JAX array.
         """
         title = f"{name} [{', '.join(axes.split())}]"
         x = x.lengths if isinstance(x, BoundedLengths) else x
@@ -216,10 +215,9 @@ class OpArguments:
         return known, self.check(name, known, axes, INT32)
 
     def _narrowed(self, name: str, known: Any) -> Any:
-        """Other integers as int32.
+        """Casts other integers to int32.
 
-        Traced ones that do not fit become its first or last: no row is so long, no cache has such
-        a page.
+        Traced ones that do not fit are clipped: no row is so long, and no cache has such a page.
         """
         if not isinstance(known, jax.core.Tracer):
             known = np.asarray(known)
@@ -235,8 +233,9 @@ class OpArguments:
         return jnp.clip(known, low, high).astype(jnp.int32)
 
     def lengths(self, name: str, x: Any, most: int, but: str) -> tuple[Any, jax.Array]:
-        """Lengths of rows [B], from 0 to `most`: others are refused for the reason that `but`
-        gives, or, where they are traced, are those of padding.
+        """Checks lengths of rows [B], from 0 to `most`.
+
+        Other concrete lengths raise an error with the reason `but`; traced ones become padding.
 
         Returns:
             As `integers`.
@@ -245,13 +244,12 @@ class OpArguments:
         self.check_most(f"{name} {lengths.shape}", known, most, but)
         checked = isinstance(x, BoundedLengths) and x.most <= most
         if isinstance(known, jax.core.Tracer) and most < MOST and not checked:
-            # Such a row is marked by what padding gives. Cut to `most`, it would give numbers.
+            # Such a row gets the results of padding. Clipping to `most` would give it numbers.
             lengths = jnp.where(lengths > most, 0, lengths)
         return known, lengths
 
     def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
-        """Refuses lengths below 0 and beyond `most`, for the reason that `but` gives, unless they
-        are traced: what is known now is checked now."""
+        """Raises if concrete lengths are negative or exceed `most`, with the reason `but`."""
         if isinstance(lengths, jax.core.Tracer):
             return
         if (longest := int(np.asarray(lengths).max())) > most:

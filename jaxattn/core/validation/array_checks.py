@@ -12,22 +12,22 @@ from jaxtyping import Array
 from jaxattn.arena import Arena
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
-# A window beyond this is this: no row is as long, and positions plus a window stay in 32 bits.
+# A larger window becomes this one: no row is as long, and positions plus a window fit in 32 bits.
 MOST_WINDOW = 2**30
-LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # that is not a subnormal one
+LEAST_FLOAT32 = float(np.finfo(np.float32).tiny)  # the smallest normal number
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundedLengths:
-    """Lengths of rows that are `most` at most: what made them has seen to it.
+    """Lengths of rows that are known to be at most `most`.
 
-    Ops take them for `seq_lens`. Traced lengths they would check themselves, in every layer.
+    Ops accept them for `seq_lens`, because otherwise each layer would check traced lengths.
 
     Attributes:
         lengths: int32 [B].
-        most: tokens that a row's table has places for.
+        most: Number of tokens that a row's table can hold.
     """
 
     lengths: Array
@@ -35,9 +35,9 @@ class BoundedLengths:
 
 
 def keep_concrete(x: Any) -> Any:
-    """Numbers that are known stay so: NumPy's and Python's as a NumPy array, others as JAX's.
+    """Keeps concrete numbers concrete: NumPy's and Python's become a NumPy array, others JAX's.
 
-    `jnp.asarray` inside `jax.jit` makes a tracer of both, whose values no check can see.
+    Inside `jax.jit`, `jnp.asarray` turns both into tracers, whose values no check can read.
     """
     if isinstance(x, BoundedLengths):
         return x
@@ -48,10 +48,10 @@ def keep_concrete(x: Any) -> Any:
 
 
 def check_array(op: str, name: str, x: Any) -> None:
-    """Raises unless x is an array of JAX, NumPy or flax that was not deleted.
+    """Raises unless x is a JAX, NumPy or flax array that was not deleted.
 
     Raises:
-        TypeError: x is no array.
+        TypeError: x is not an array.
         ValueError: x was donated to an earlier call.
     """
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -64,17 +64,17 @@ def check_array(op: str, name: str, x: Any) -> None:
 
 
 def check_dtype(op: str, name: str, x: Any, *dtypes: str) -> None:
-    """Raises TypeError unless the array has one of them."""
+    """Raises TypeError unless the array has one of the dtypes."""
     if str(x.dtype) not in dtypes:
         wanted = " or ".join(dtypes)
         raise TypeError(f"{op}: {name} must be {wanted}, got {x.dtype} {tuple(x.shape)}")
 
 
 def check_out_dtype(op: str, dtype: Any, default: Any) -> Any:
-    """The dtype that a result is asked for in, one of FLOATS; None is `default`.
+    """Returns the requested dtype of a result, one of FLOATS; None means `default`.
 
     Raises:
-        TypeError: it is another, or none.
+        TypeError: The dtype is another one, or not a dtype.
     """
     try:
         found = jnp.dtype(default if dtype is None else dtype)
@@ -95,7 +95,7 @@ def check_integers(op: str, name: str, x: Any, shape: str, *, fits: bool) -> Non
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer of Python or NumPy; a bool is none."""
+    """Returns whether a value is a Python or NumPy integer, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -114,11 +114,11 @@ def check_sizes(op: str, *, least: int = 1, **sizes: Any) -> None:
 
 
 def check_window(op: str, window: Any) -> int | None:
-    """The keys that a token sees, at most `MOST_WINDOW`; None is all.
+    """Returns the number of keys that a token sees, at most `MOST_WINDOW`; None means all.
 
     Raises:
-        TypeError: it is no Python integer.
-        ValueError: it is below 1.
+        TypeError: The window is not a Python integer.
+        ValueError: The window is below 1.
     """
     if window is None:
         return None
@@ -134,9 +134,9 @@ def check_window(op: str, window: Any) -> int | None:
 
 
 def floats(op: str, **arrays: Any) -> list[Array]:
-    """The named arguments as JAX arrays.
+    """Returns the named arguments as JAX arrays.
 
-    Raises TypeError: one is no array, or holds no floats.
+    Raises TypeError: An argument is not an array, or does not hold floats.
     """
     for name, x in arrays.items():
         check_array(op, name, x)
@@ -146,16 +146,16 @@ def floats(op: str, **arrays: Any) -> list[Array]:
 
 
 def maybe_floats(op: str, name: str, x: Any) -> Array | None:
-    """The same of an argument that may be None."""
+    """Does the same as `floats` for an argument that may be None."""
     return None if x is None else floats(op, **{name: x})[0]
 
 
 def finite(op: str, name: str, value: Any) -> float:
-    """A finite number that is known when the op is traced: kernels are compiled with it.
+    """Returns a finite number, which must be concrete because kernels are compiled with it.
 
     Raises:
-        TypeError: it is another thing.
-        ValueError: it is not finite, as a float32 is.
+        TypeError: The value is not a Python number.
+        ValueError: The value is not finite in float32.
     """
     value = number_of(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -166,10 +166,10 @@ def finite(op: str, name: str, value: Any) -> float:
 
 
 def check_positive(op: str, name: str, value: int | float | np.floating) -> float:
-    """A number above 0 that is one in float32 too, in which it is used.
+    """Returns a number above 0 that is also positive and finite in float32, where it is used.
 
     Raises:
-        ValueError: it is not.
+        ValueError: The value is not such a number.
     """
     if isinstance(value, np.floating):
         value = float(value)  # a float16 would round the bounds to 0 and infinity
@@ -182,14 +182,14 @@ def check_positive(op: str, name: str, value: int | float | np.floating) -> floa
 
 
 def number_of(value: Any) -> Any:
-    """A known scalar of NumPy or JAX as a Python number; anything else as it is."""
+    """Converts a concrete scalar of NumPy or JAX to a Python number; keeps other values."""
     known = isinstance(value, jax.Array | np.ndarray | np.generic)
     known = known and value.shape == () and not isinstance(value, jax.core.Tracer)
     return value.item() if known and value.dtype.kind in "iuf" else value
 
 
 def output_scale(op: str, scale: Any, key_dim: int) -> float:
-    """The factor on the output, Dk**-0.5 if it is None."""
+    """Returns the factor of the output; None means Dk**-0.5."""
     return key_dim**-0.5 if scale is None else finite(op, "scale", scale)
 
 
@@ -206,7 +206,7 @@ def check_features(
 
 
 def check_arena(op: str, arena: Any) -> None:
-    """Raises TypeError unless it is one, or None."""
+    """Raises TypeError unless the argument is an `Arena` or None."""
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(
             f"{op}: arena must be an Arena from Arena.allocate(...scratch(...)), got "
@@ -215,7 +215,7 @@ def check_arena(op: str, arena: Any) -> None:
 
 
 def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
-    """Raises unless `layer`, a number or a tracer of one, is in the stack of that shape."""
+    """Raises unless `layer`, a number or a traced one, is in the stack of that shape."""
     if isinstance(layer, jax.core.Tracer | jax.Array | np.ndarray):
         if layer.shape != () or not jnp.issubdtype(layer.dtype, jnp.integer):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Rules for the fields of configurations: what a field accepts stands in its type.
+"""Rules for the fields of configurations, given in the fields' types.
 
     @dataclasses.dataclass(frozen=True)
     class Size:
@@ -9,7 +9,7 @@
             check_fields(self)
 
 A rule returns the value as a plain int, float, bool or str, or raises ValueError with the field's
-name. Each number has a largest and a smallest value, so no rule lets NaN or infinity pass.
+name. Each number has a minimum and a maximum, so no rule accepts NaN or infinity.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ type Rule = Callable[[str, Any], Any]
 
 
 def short_repr(value: Any) -> str:
-    """The value as Python writes it, shortened where it is long."""
+    """Returns the value as Python prints it, shortened if it is long."""
     try:
         return reprlib.repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
@@ -35,7 +35,7 @@ def short_repr(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Integer:
-    """Integers of Python or NumPy in [least, most] that `multiple_of` divides; a bool is none."""
+    """Python or NumPy integers in [least, most], multiples of `multiple_of`; bools do not count."""
 
     least: int
     most: int
@@ -54,7 +54,7 @@ class Integer:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """Numbers of Python or NumPy in [least, most]; in (least, most] where `open_below`."""
+    """Python or NumPy numbers in [least, most], or in (least, most] if `open_below`."""
 
     least: float
     most: float
@@ -62,7 +62,7 @@ class Number:
 
     def __call__(self, name: str, value: Any) -> float:
         number = is_integer(value) or isinstance(value, float | np.floating)
-        # Compared before it is made a float: an integer may be too large for one.
+        # Compared before the conversion to float, because an integer may be too large for one.
         if not number or not self._covers(value):
             below = f"above {self.least:g} and at most" if self.open_below else f"{self.least:g} to"
             words = f"a number {below}" if self.open_below else f"a number from {below}"
@@ -76,7 +76,7 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """True or False, of Python or NumPy; no number and no text stands for them."""
+    """True or False, of Python or NumPy; numbers and texts are not accepted."""
 
     def __call__(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool | np.bool_):
@@ -86,7 +86,7 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """One of some texts."""
+    """One of several texts."""
 
     texts: tuple[str, ...]
 
@@ -98,7 +98,7 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Texts of `least` to `most` characters; None for no bound."""
+    """Texts of `least` to `most` characters; None means no bound."""
 
     most: int | None = None
     least: int = 0
@@ -119,7 +119,7 @@ class ListOf[T]:
     """Lists of `least` to `most` items that a rule accepts.
 
     Attributes:
-        single: an item stands for a list of it alone.
+        single: Whether a single item is accepted instead of a list of one.
     """
 
     item: Callable[[str, Any], T]
@@ -138,7 +138,7 @@ class ListOf[T]:
 
 
 def json_object(name: str, value: Any) -> dict[str, Any]:
-    """The rule of a JSON object."""
+    """Accepts a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} must be an object; got {short_repr(value)}")
     return value
@@ -146,7 +146,7 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class NestedConfig:
-    """Another configuration."""
+    """An instance of another configuration class."""
 
     config: type
 
@@ -156,13 +156,13 @@ class NestedConfig:
         return value
 
     def from_dict(self, name: str, value: Any) -> Any:
-        """The configuration that an object of config.json describes."""
+        """Converts an object of config.json to the configuration."""
         return value if isinstance(value, self.config) else from_dict(self.config, value, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Nullable:
-    """None, or what another rule accepts."""
+    """None, or a value that another rule accepts."""
 
     rule: Any
 
@@ -174,7 +174,7 @@ class Nullable:
 
 
 def rules(config: type) -> dict[str, Rule]:
-    """The rule of each field. A field whose type has none is a mistake in the class."""
+    """Returns the rule of each field; a field whose type has none is a mistake in the class."""
     found = {}
     for field in dataclasses.fields(config):
         if not getattr(field.type, "__metadata__", ()):
@@ -187,7 +187,7 @@ def check_fields(config: Any) -> None:
     """Checks each field of a frozen dataclass, and stores it as a plain Python value.
 
     Raises:
-        ValueError: a field does not fit; the message names it and its value.
+        ValueError: A field does not fit; the message names it and its value.
     """
     kind = type(config)
     for name, rule in rules(kind).items():
@@ -196,15 +196,15 @@ def check_fields(config: Any) -> None:
 
 
 def from_dict(config: Any, values: Any, path: str = "") -> Any:
-    """A configuration from the plain values of a config.json.
+    """Creates a configuration from the plain values of a config.json.
 
     Args:
-        config: its class, whose fields have rules.
-        values: name -> value; an object stands for a nested configuration.
-        path: where `values` stand in the file, such as "rope.yarn"; messages begin with it.
+        config: Its class, whose fields have rules.
+        values: Maps names to values; an object represents a nested configuration.
+        path: The path of `values` in the file, such as "rope.yarn"; messages begin with it.
 
     Raises:
-        ValueError: a field is unknown, missing or does not fit.
+        ValueError: A field is unknown, missing or does not fit.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -227,11 +227,11 @@ def from_dict(config: Any, values: Any, path: str = "") -> Any:
 
 
 def _convert(rule: Any, name: str, value: Any) -> Any:
-    # The rule of the value, with its place in the file: the class would name the class instead.
+    # Call the rule with the path in the file; the class would name itself instead.
     return rule.from_dict(name, value) if hasattr(rule, "from_dict") else rule(name, value)
 
 
 def short_list(names: list[str], most: int = 4, width: int = 100) -> str:
-    """The first few names, each shortened to `width`, and how many more there are."""
+    """Returns the first few names, each shortened to `width`, and the number of the others."""
     listed = ", ".join(name[:width] for name in names[:most])
     return listed if len(names) <= most else f"{listed} and {len(names) - most:,} more"

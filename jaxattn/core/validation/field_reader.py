@@ -1,7 +1,7 @@
-"""The fields of a JSON object by their types: what a folder's files and a request's body hold.
+"""Typed access to the fields of a JSON object, from a folder's files or a request's body.
 
-A reader of one kind of object derives from FieldReader, and says which error a refusal is and how
-a message names a field. The rules of config_fields.py check the values.
+A reader of one kind of object derives from FieldReader, and defines the class of its errors and how
+messages name a field. The rules of config_fields.py check the values.
 """
 
 import abc
@@ -25,8 +25,8 @@ class FieldReader(abc.ABC):
     """The fields of a JSON object.
 
     Args:
-        values: as they were sent or stored.
-        where: the object's own place, which messages name before the field.
+        values: The values as sent or stored.
+        where: The object's own place, which messages name before the field.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = ""):
@@ -34,14 +34,14 @@ class FieldReader(abc.ABC):
 
     @abc.abstractmethod
     def error(self, field: str, message: str) -> Exception:
-        """What is raised for a field."""
+        """Returns the exception to raise for a field."""
 
     def name(self, field: str) -> str:
-        """The field with its place, for messages."""
+        """Returns the field with its place, for messages."""
         return f"{self.where}: {field}" if self.where else field
 
     def refused(self, field: str, rule: str, value: Any = _OWN) -> Exception:
-        """The error of a field that does not follow a rule, such as "must be a text"."""
+        """Returns the error for a field that violates a rule, such as "must be a text"."""
         got = short_repr(self.values.get(field) if value is _OWN else value)
         return self.error(field, f"{self.name(field)} {rule}; got {got}")
 
@@ -51,11 +51,11 @@ class FieldReader(abc.ABC):
     def checked[T](
         self, field: str, value: Any, rule: Callable[[str, Any], T], wanted: str | None = None
     ) -> T:
-        """The value of a field, as a rule returns it.
+        """Returns the value of a field, as a rule returns it.
 
         Args:
-            rule: takes the field's name and the value.
-            wanted: what the field must be, in place of the rule's words.
+            rule: Function of the field's name and the value.
+            wanted: Description of valid values, instead of the rule's.
         """
         try:
             return rule(self.name(field), value)
@@ -65,29 +65,29 @@ class FieldReader(abc.ABC):
             raise self.refused(field, f"must be {wanted}", value) from None
 
     def of(self, field: str, values: Mapping[str, Any]) -> Self:
-        """The reader of an object that a field has."""
+        """Returns the reader of an object inside a field."""
         return type(self)(values, self.name(field))
 
 
 class OptionalFields(FieldReader):
-    """Fields that may all be missing; one that is null is missing."""
+    """Fields that may all be missing; null counts as missing."""
 
     def optional[T](
         self, field: str, rule: Callable[[str, Any], T], wanted: str | None = None
     ) -> T | None:
-        """What the rule returns, or None."""
+        """Returns the result of the rule, or None."""
         value = self.values.get(field)
         return None if value is None else self.checked(field, value, rule, wanted)
 
     def given(self, field: str) -> bool:
-        """Whether it has a value."""
+        """Returns whether the field has a value."""
         return self.values.get(field) is not None
 
     def flag(self, field: str) -> bool | None:
         return self.optional(field, Flag())
 
     def text(self, field: str, most: int | None = None) -> str | None:
-        """A text of `most` characters at most."""
+        """Returns a text of at most `most` characters."""
         return self.optional(field, Text(most))
 
     def integer(self, field: str, least: int, most: int) -> int | None:
@@ -99,9 +99,9 @@ class OptionalFields(FieldReader):
         return self.optional(field, Number(least, most), wanted)
 
     def items[T](self, field: str, items: ListOf[T], wanted: str | None = None) -> tuple[T, ...]:
-        """A list; an empty one where the field is missing."""
+        """Returns a list, which is empty if the field is missing."""
         return self.optional(field, items, wanted) or ()
 
     def object(self, field: str) -> Self:
-        """The fields of an object; of none where it is missing."""
+        """Returns the fields of an object, which is empty if the field is missing."""
         return self.of(field, self.optional(field, json_object) or {})

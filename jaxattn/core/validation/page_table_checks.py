@@ -1,6 +1,6 @@
-"""Checks of page tables whose numbers are known before anything runs.
+"""Checks of page tables with concrete numbers, before anything runs.
 
-Slots of a state pool have the same checks, in core/cache/state_pool.py.
+core/cache/state_pool.py has the same checks for slots of a state pool.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ import numpy as np
 def check_pages(
     op: str, tables: Any, lengths: Any, num_pages: int, page: int, cache: str = "kv_cache"
 ) -> None:
-    """Raises ValueError where a row has a page, within its length, that there is not.
+    """Raises ValueError if a row has, within its length, a page that does not exist.
 
-    Like slots of a state pool: what is traced is not looked at.
+    As with slots of a state pool, traced values are not checked.
 
     Args:
         tables: int32 [B, M], or a tracer.
         lengths: int32 [B] from 0 to M * page, or a tracer.
-        cache: the argument that has the pages.
+        cache: Name of the argument that holds the pages.
     """
     if isinstance(tables, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
@@ -36,19 +36,20 @@ def check_pages(
 
 
 def check_write_conflicts(op: str, tables: Any, lengths: Any, new: Any, page: int) -> None:
-    """Raises ValueError where a row writes a token to a place that is another token's, be it
-    another row's or its own. Pages that are only read may be shared.
+    """Raises ValueError if a row writes a token to the place of another token, its own or not.
+
+    Pages that are only read may be shared.
 
     Args:
-        tables, lengths: as `check_pages` has passed them.
-        new: of each row, or of all of them, how many tokens at its end are written.
+        tables, lengths: Arrays that `check_pages` has accepted.
+        new: Number of tokens written at the end of each row, or of all rows.
     """
     if any(isinstance(x, jax.core.Tracer) for x in (tables, lengths, new)):
         return
     tables, lengths, new = (np.asarray(x).astype(np.int64) for x in (tables, lengths, new))
     first = np.arange(tables.shape[1]) * page
-    held = np.clip(lengths[:, None] - first, 0, page)  # tokens of each page, from its first place
-    begin = np.maximum((lengths - new)[:, None] - first, 0)  # the first place that is written
+    held = np.clip(lengths[:, None] - first, 0, page)  # number of tokens in each page
+    begin = np.maximum((lengths - new)[:, None] - first, 0)  # the first written place
     owned, written = held > 0, begin < held
     shared = owned & np.isin(tables, tables[written])
     pages, counts = np.unique(tables[shared], return_counts=True)

@@ -1,10 +1,10 @@
-"""Mesh axes inside `jax.shard_map`: arrays made to vary over the same, and Explicit ones refused.
+"""Mesh axes inside `jax.shard_map`: unifies varying axes, and rejects Explicit axes.
 
-Inside `jax.shard_map` the carries of a loop vary over the mesh axes its operands vary over. There
-an array's type says over which axes it varies. Operators take arrays of several such types. A loop
-wants one type of its carry, before and after, and a condition one of its branches. A custom
-gradient has its primal's. But zeros that a loop starts from vary over nothing, and a weight that
-all devices share over less than the tokens do.
+Inside `jax.shard_map` an array's type contains the axes over which it varies. Operators accept
+arrays of several such types. A loop, however, needs one type for its carry before and after, a
+condition one for its branches, and a custom gradient that of its primal. Zeros from which a loop
+starts vary over no axis, and a weight that all devices share varies over fewer axes than the
+tokens.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from jax import lax
 
 
 def match_varying_axes[T](tree: T, *others: Any) -> T:
-    """`tree`, its arrays varying over every axis that any of them or of `others` varies over.
+    """Returns `tree` with its arrays varying over all axes of any of them or of `others`.
 
-    The gradient of an array that varied over less is summed over the axes added, here and once. So
-    this comes before a loop, a condition or a custom gradient, not in it. Devices may differ in
-    which branch of a condition they take, and a sum in one of them would wait for the rest.
+    The gradient of an array that varied over fewer axes is summed over the added ones, once, here.
+    Call this function before a loop, a condition or a custom gradient, not inside it. Devices may
+    take different branches of a condition, and a sum in one branch would wait for the others.
 
-    Outside of `shard_map`, and with its `check_vma=False`, nothing varies and `tree` comes back as
-    it is.
+    Outside `shard_map`, and with its `check_vma=False`, nothing varies, and `tree` is returned
+    unchanged.
     """
     axes = frozenset[Any]().union(*(_axes(x) for x in jax.tree.leaves((tree, others))))
 
@@ -36,10 +36,11 @@ def _axes(x: Any) -> frozenset[Any]:
 
 
 def refuse_explicit_axes(op: str, *arrays: Any) -> None:
-    """Raises TypeError where an array is split over an Explicit axis of a mesh.
+    """Raises TypeError if an array is sharded over an Explicit axis of a mesh.
 
-    Inside `shard_map` none is. Outside, each gather has to say how its result is split, and sorts
-    and Pallas kernels cannot. JAX would name the gather, which no caller of the op has written.
+    Inside `shard_map` none is. Outside, each gather must specify its result's sharding, and sorts
+    and Pallas kernels cannot. JAX's error would name the gather, which the op's caller did not
+    write.
     """
     for x in jax.tree.leaves(arrays):
         sharding = jax.typeof(x).sharding

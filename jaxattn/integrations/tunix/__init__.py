@@ -1,4 +1,4 @@
-"""Tunix (google-tunix) with jaxattn's engine as its rollout, and the same model as its policy.
+"""The Tunix (google-tunix) adapter: jaxattn's engine as the rollout, the same model as the policy.
 
     policy = Policy.of(model, params)
     cluster = RLCluster(
@@ -7,7 +7,8 @@
         cluster_config=ClusterConfig(rollout_engine=EngineRollout, ...),
     )
 
-needs `pip install 'jaxattn[tunix]'`. docs/tunix.md walks through it, and examples/grpo.py is a run.
+This needs `pip install 'jaxattn[tunix]'`. See docs/tunix.md for a guide, and examples/grpo.py for a
+complete run.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""A decoder as Tunix trains it: whole sequences to logits, by the network that an engine serves."""
+"""The policy that Tunix trains, which maps whole sequences to logits with the served network."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from jaxattn.models.interface import named_params
 
 
 class Policy(nnx.Module):
-    """A decoder with its parameters, in the call signature of Tunix's models.
+    """A decoder and its parameters, with the call signature of Tunix's models.
 
-    `nnx.state(policy, nnx.Param)["decoder"]` is the tree of `model.param_shapes()`.
+    `nnx.state(policy, nnx.Param)["decoder"]` has the tree structure of `model.param_shapes()`.
 
     Attributes:
-        model: the description that an engine serves.
-        decoder: the network with its parameters.
-        saved: a policy of `jax.checkpoint_policies`: what a repeat of layers keeps for its backward
-            pass, which computes the rest again. None keeps all.
+        model: The model's description, which an engine serves.
+        decoder: The network with its parameters.
+        saved: A policy of `jax.checkpoint_policies`, which decides what each repeat of layers saves
+            for the backward pass. The rest is recomputed. None saves everything.
     """
 
     def __init__(
@@ -50,13 +50,15 @@ class Policy(nnx.Module):
         param_dtype: str | None = None,
         saved: Callable[..., bool] | None = None,
     ) -> Self:
-        """A policy with arrays of its own, which a trainer may change.
+        """Returns a policy with copied parameters, which a trainer may modify.
 
         Args:
-            params: those of `jaxattn.models.load`, say; they stay as they are.
-            dtype: of products and parameters, "float32" or "bfloat16"; None keeps the model's.
-            param_dtype: of the parameters, if it differs: a small step of an optimizer is lost in
-                bfloat16. Give `RolloutConfig` the `data_type` of the engine's then.
+            params: The parameters, for example from `jaxattn.models.load`. They do not change.
+            dtype: The dtype of products and parameters, "float32" or "bfloat16"; None keeps the
+                model's.
+            param_dtype: The dtype of the parameters, if it differs: bfloat16 would lose small
+                optimizer steps. In this case, set `RolloutConfig.data_type` to the engine's dtype.
+            saved: See the attribute.
         """
         model = model if dtype is None else model.with_dtype(dtype)
         if param_dtype is not None:
@@ -69,7 +71,7 @@ class Policy(nnx.Module):
 
     @property
     def params(self) -> nnx.State:
-        """The parameters as an engine of `model` takes them."""
+        """The parameters, as an engine for `model` accepts them."""
         return nnx.state(self.decoder, nnx.Param)
 
     def __call__(
@@ -80,20 +82,21 @@ class Policy(nnx.Module):
         attention_mask: Bool[Array, "B T T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T vocab"], None]:
-        """Float32 logits, and no cache; differentiable.
+        """Returns differentiable float32 logits, and None instead of a cache.
 
-        A row holds one sequence between padding, or with `segment_ids` several behind one another.
-        Each has the logits that the engine gives it.
+        A row contains one sequence between padding, or with `segment_ids` several packed sequences.
+        Each sequence gets the same logits as in the engine.
 
         Args:
-            positions: not read. Tokens count from 0 in their sequence, as they do in the engine.
-            cache: None; the engine generates.
-            attention_mask: true where token t sees token s. Its diagonal says which are padding.
-            segment_ids: from 1 on, the sequence that each token is of; 0 is padding. Tunix gives
-                them beside the mask, or alone where it packs sequences.
+            positions: Ignored. As in the engine, positions count from 0 in each sequence.
+            cache: Must be None, because the engine generates.
+            attention_mask: True where token t attends to token s. The diagonal marks the tokens
+                that are not padding.
+            segment_ids: The number of each token's sequence, from 1 on; 0 marks padding. Tunix
+                passes it together with the mask, or without the mask for packed sequences.
 
         Raises:
-            ValueError: a cache was given.
+            ValueError: If `cache` is not None.
         """
         if cache is not None:
             raise ValueError(
@@ -108,10 +111,10 @@ class Policy(nnx.Module):
 
 
 def sorted_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Ids that do not decrease before the padding at the end, as the layers read them.
+    """Returns segment ids for the layers, which do not decrease before the padding at the end.
 
-    Padding before a row's first sequence becomes a sequence that nothing else sees. Padding between
-    tokens of a sequence is of that sequence: a model may have sampled the padding token.
+    Padding before a row's first sequence becomes a separate sequence. Padding between the tokens of
+    a sequence belongs to that sequence, because a model may have sampled the padding token.
     """
     places = jnp.arange(segment_ids.shape[1])
     last = jnp.max(jnp.where(segment_ids > 0, places, -1), axis=1, keepdims=True)

@@ -1,10 +1,10 @@
-"""jaxattn's engine as Tunix's rollout: samples from the policy that Tunix trains.
+"""A Tunix rollout that samples from the trained policy with jaxattn's engine.
 
     ClusterConfig(rollout_engine=EngineRollout, ...)
     ClusterConfig(rollout_engine=functools.partial(EngineRollout, limits=Limits(batch=256)), ...)
 
-Prompts and completions have the form that Tunix's vanilla rollout gives them: prompts padded on the
-left, completions without padding and without the token that ended them.
+Prompts and completions have the same form as in Tunix's vanilla rollout: prompts are padded on the
+left, and completions have no padding and no end token.
 """
 
 import math
@@ -23,29 +23,31 @@ from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.integrations.tunix.policy import Policy
 from jaxattn.memory.engine_limits import MOST_STEPS
 
-MOST_BATCH = 256  # rows of an engine whose limits nobody gives
+MOST_BATCH = 256  # rows of the engine without `limits`
 
 
 class EngineRollout(BaseRollout):
-    """Rows of an `Engine` in place of Tunix's sampler. Tunix's `RLCluster` makes it.
+    """A rollout that uses an `Engine` instead of Tunix's sampler. Tunix's `RLCluster` creates it.
 
     Args:
-        rollout_actor: the policy. The engine serves its model.
-        tokenizer: what `RLCluster` was given, in Tunix's adapter or not.
-        mesh: of the role ROLLOUT; the engine runs on its devices.
-        rollout_config: of training. Its `data_type` is that of the engine's weights, and None the
-            policy's. Fields that begin with `rollout_vllm` and `rollout_sglang_jax` are not read.
-        limits: of the engine. None: rows for `max_prompt_length` and `max_tokens_to_generate`, at
-            most 256 together, and 8 decode steps of a round, as nobody waits for a token.
-        keep_eos: the token that ends a completion is part of it, as with Tunix's vLLM rollout, so
-            that the policy learns when to end. The vanilla rollout leaves it out.
+        rollout_actor: The policy, whose model the engine serves.
+        tokenizer: The tokenizer given to `RLCluster`, with or without Tunix's adapter.
+        mesh: The mesh of the role ROLLOUT, with the engine's device.
+        rollout_config: The configuration of training. `data_type` is the dtype of the engine's
+            weights; None means the policy's. Fields that begin with `rollout_vllm` and
+            `rollout_sglang_jax` are ignored.
+        limits: The engine's limits. None means at most 256 rows of `max_prompt_length` plus
+            `max_tokens_to_generate` tokens, and rounds of 8 decode steps, as no client waits.
+        keep_eos: Whether a completion includes its end token, as in Tunix's vLLM rollout, so that
+            the policy learns when to end. The vanilla rollout leaves it out.
 
     Attributes:
-        engine: what generates.
+        engine: The engine that generates.
 
     Raises:
-        TypeError: `rollout_actor` is no `Policy`.
-        ValueError, PlanError, Refusal: see `Engine`; or the mesh has several devices.
+        TypeError: If `rollout_actor` is not a `Policy`.
+        ValueError, PlanError, Refusal: See `Engine`. Also ValueError if the mesh has several
+            devices.
     """
 
     def __init__(
@@ -89,21 +91,21 @@ class EngineRollout(BaseRollout):
     def generate(
         self, prompts: str | Sequence[str], rollout_config: RolloutConfig, **kwargs: Any
     ) -> RolloutOutput:
-        """A completion of each prompt.
+        """Generates a completion for each prompt.
 
-        The draws depend on the seed of the configuration, how often this was called, and the
-        prompt's place in the list. A call repeats no draws of an earlier one.
+        The random draws depend on the configuration's seed, the number of earlier calls, and the
+        prompt's index. A call therefore does not repeat the draws of an earlier one.
 
         Returns:
-            `logprobs` of the tokens, if the configuration asks for them: at its temperature, of all
-            tokens that top-p and top-k choose from, as the policy's loss reads them. `logits` is
-            None.
+            The completions. `logprobs` are set if the configuration asks for them. As the policy's
+            loss needs them, they are at its temperature and normalized over the whole vocabulary,
+            before top-p and top-k. `logits` is None.
 
         Raises:
-            TypeError: there are further keywords, such as images.
-            ValueError: a prompt and its tokens are longer than the engine's rows, or a field of the
-                configuration does not fit.
-            RuntimeError: a row was not served; the message says why.
+            TypeError: If there are other keyword arguments, such as images.
+            ValueError: If a prompt and its completion may exceed the engine's rows, or a field of
+                the configuration is invalid.
+            RuntimeError: If the engine did not complete a row. The message gives the reason.
         """
         if kwargs:
             raise TypeError(f"EngineRollout.generate reads text alone; got {', '.join(kwargs)}")
@@ -134,11 +136,11 @@ class EngineRollout(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: Int[Array, "B P"], completion_tokens: Int[Array, "B C"]
     ) -> Float[Array, "B C"]:
-        """Log-probabilities of completions' tokens at the temperature of training; 0 at padding.
+        """Returns completion tokens' log-probabilities at the training temperature; 0 at padding.
 
         Args:
-            prompt_tokens: padded on the left.
-            completion_tokens: padded on the right.
+            prompt_tokens: The prompts, padded on the left.
+            completion_tokens: The completions, padded on the right.
         """
         pad, completions = self.pad_id(), np.asarray(completion_tokens)
         rows = []
@@ -152,11 +154,12 @@ class EngineRollout(BaseRollout):
         return jnp.asarray(found)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """The engine goes on with these parameters of the policy, and copies none that it can read
-        where they are. Tunix's trainer donates no parameters.
+        """Replaces the engine's parameters by the policy's, without copies where possible.
+
+        The engine can share the arrays, because Tunix's trainer donates no parameters.
 
         Raises:
-            ValueError: they are not the whole policy's, as those of LoRA are.
+            ValueError: If `params` are not those of a whole policy, as with LoRA.
         """
         if "decoder" not in params:
             kinds = ", ".join(each.__name__ for each in filter_types or ())
@@ -164,7 +167,7 @@ class EngineRollout(BaseRollout):
                 f"EngineRollout.update_params: it takes the parameters of a Policy; got {kinds} "
                 f"under {', '.join(map(str, params)) or 'no name'}. LoRA is not supported"
             )
-        # Tunix forbids transfers between host and device here, where JAX runs on a CPU.
+        # Tunix forbids host-device transfers here if JAX runs on a CPU.
         with jax.transfer_guard("allow"):
             self.engine.update(self._as_served(params["decoder"]), share=True)
 
@@ -175,14 +178,14 @@ class EngineRollout(BaseRollout):
         return self.tokenizer.eos_id()
 
     def model(self) -> None:
-        """None. Tunix compares this with the policy, and passes no parameters on if both are one
-        model."""
+        """Returns None. Tunix compares the result with the policy, and would pass no parameters if
+        both were the same model."""
         return None
 
     # --- requests
 
     def _as_served(self, params: Any) -> Any:
-        """The policy's parameters on the engine's device, in its dtypes."""
+        """Returns the policy's parameters on the engine's device, in the engine's dtypes."""
 
         def placed(own: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
             own = own if own.devices() == {self._device} else jax.device_put(own, self._device)
@@ -191,7 +194,8 @@ class EngineRollout(BaseRollout):
         return jax.tree.map(placed, params, self._shapes)
 
     def _tokens(self, text: str) -> list[int]:
-        """With one BOS, if the tokenizer has it, as Tunix's sampler begins a prompt."""
+        """Returns the tokens of a prompt, with one BOS if the tokenizer has it, as Tunix's sampler
+        does."""
         bos = self.tokenizer.bos_id()
         ids = list(self.tokenizer.encode(text))
         return self.tokenizer.dedup_bos_ids([bos, *ids] if bos else ids)
@@ -212,7 +216,7 @@ class EngineRollout(BaseRollout):
         told = config.return_logprobs and not self._scores(config)
         ends = self._ends(config)
         options: dict[str, Any] = {"stop_tokens": tuple(ends)}
-        if self.keep_eos:  # a stop token of the engine is no part of a completion
+        if self.keep_eos:  # the engine would leave a stop token out of the completion
             options = {"ends_at": ends.__contains__}
         return [
             Request(
@@ -230,12 +234,12 @@ class EngineRollout(BaseRollout):
         ]
 
     def _ends(self, config: RolloutConfig) -> frozenset[int]:
-        """The tokens that end a completion."""
+        """Returns the tokens that end a completion."""
         known = getattr(self.tokenizer.tokenizer, "stop_tokens", None)
         return frozenset(config.eos_tokens or known or [self.eos_id()])
 
     def _shown(self, done: Completion, config: RolloutConfig) -> list[int]:
-        """The tokens of a completion's text."""
+        """Returns the tokens of a completion's text, without an end token."""
         tokens = list(done.tokens)
         if self.keep_eos and tokens and tokens[-1] in self._ends(config):
             tokens.pop()
@@ -254,13 +258,12 @@ class EngineRollout(BaseRollout):
 
     @staticmethod
     def _heated(config: RolloutConfig) -> bool:
-        """Whether a temperature changes log-probabilities. Those of greedy rows are at 1, as in
-        Tunix."""
+        """Whether the temperature changes log-probabilities. As in Tunix, greedy rows use 1."""
         return config.temperature not in (0.0, 1.0)
 
     def _scores(self, config: RolloutConfig) -> bool:
-        """Whether the log-probabilities are read after the rollout: those with which the engine
-        draws are of the tokens that top-p and top-k leave."""
+        """Whether to score the completions after the rollout, because the engine's processed
+        log-probabilities would be normalized after top-p and top-k."""
         filtered = (config.top_p or 1.0) < 1 or (config.top_k or 0) > 0
         return self._heated(config) and filtered
 
@@ -277,16 +280,16 @@ class EngineRollout(BaseRollout):
     def _scored(
         self, rows: list[tuple[list[int], list[int]]], temperature: float
     ) -> list[Float[np.ndarray, " T"]]:
-        """Of each (prompt, completion) the log-probabilities of the completion's tokens."""
+        """Returns each completion's token log-probabilities, given (prompt, completion) rows."""
         texts = [[*prompt, *said] for prompt, said in rows]
         found = self.engine.score(texts, temperature=temperature or 1.0)
         behind = (each[len(prompt) :] for each, (prompt, _) in zip(found, rows, strict=True))
-        # Nothing stands before the first token behind an empty prompt.
+        # The first token after an empty prompt has no log-probability.
         return [np.array([own.token if own else 0 for own in each], np.float32) for each in behind]
 
 
 def _numbers(seed: Any) -> list[int]:
-    """What a seed or a key of JAX is made of; 0 where there is none."""
+    """Returns the integers of a seed or a JAX key; [0] for None."""
     if seed is None:
         return [0]
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""A tokenizer of jaxattn in the form that Tunix's adapter accepts."""
+"""An adapter of jaxattn's tokenizers to the interface that Tunix accepts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,15 +7,16 @@ from jaxattn.text.tokenizer import Tokenizer
 
 
 class TokenIds:
-    """Text to token ids and back, with the ids that Tunix asks for.
+    """A tokenizer with the methods and special ids that Tunix needs.
 
     Args:
-        tokenizer: of `jaxattn.text`.
-        pad_id: a token that no text has. Tunix masks it wherever it stands in a completion. None:
-            the stop token, which a completion does not hold unless `EngineRollout` keeps it.
+        tokenizer: A tokenizer of `jaxattn.text`.
+        pad_id: A token that occurs in no text, since Tunix masks it everywhere in a completion. By
+            default the first stop token, which completions only contain if `EngineRollout` has
+            `keep_eos`.
 
     Raises:
-        ValueError: the tokenizer has no stop token, or `pad_id` is none of its tokens.
+        ValueError: If the tokenizer has no stop token, or no token `pad_id`.
     """
 
     def __init__(self, tokenizer: Tokenizer, pad_id: int | None = None):
@@ -35,7 +36,7 @@ class TokenIds:
         return self.tokenizer.decode(ids)
 
     def bos_id(self) -> None:
-        """None: `encode` begins a prompt with BOS where the tokenizer's files say so."""
+        """Returns None, because `encode` adds BOS if the tokenizer's files ask for it."""
         return None
 
     def eos_id(self) -> int:

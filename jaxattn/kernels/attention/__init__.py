@@ -1,1 +1,2 @@
-"""Parts of attention kernels: tile scheduler, work partition, layouts, softmax and epilogue."""
+"""Parts that attention kernels share: tile scheduler, work partition, layouts, softmax and
+epilogue."""

@@ -1,4 +1,4 @@
-"""The assignment and order of query tiles in the blocks of a causal attention kernel."""
+"""The assignment and order of query tiles in the CTAs of a causal attention kernel."""
 
 import functools
 import heapq
@@ -7,17 +7,19 @@ import numpy as np
 
 
 def head_group(heads: int, head_bytes: int, l2_bytes: int) -> int:
-    """The largest divisor of `heads` whose keys and values fit in `l2_bytes`, at least 1."""
+    """Returns the largest divisor of `heads` whose keys and values fit in `l2_bytes`, at least
+    1."""
     fit = max(l2_bytes // head_bytes, 1)
     return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= fit)
 
 
 @functools.lru_cache
 def tile_order(heads: int, tiles: int, group: int, blocks: int) -> np.ndarray:
-    """[blocks, rounds] the items of each block, -1 for none; not needed where each has one.
+    """Returns [blocks, rounds], the items of each CTA, -1 for none; not needed if each CTA has one.
 
-    Items go by groups of heads, in a group the tiles with the most keys first, and each to the
-    block that is free first if a step and an item's beginning and end all take the same time.
+    Items go by groups of heads, and within a group the tiles with the most keys go first. Each goes
+    to the CTA that would be free first if all steps, and the beginning and end of each item, took
+    the same time.
     """
     items = heads * tiles
     if items == blocks:

@@ -1,4 +1,4 @@
-"""The slot of a block's token in a paged cache, shared by the kernels that append."""
+"""The slot of a CTA's token in a paged cache, shared by the kernels that append."""
 
 from typing import Any
 
@@ -18,15 +18,15 @@ def slot_mapping(
     lens_ref: Any,
     query_lens_ref: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(page, position in the row, whether the cache has a place for the token).
+    """Returns (page, position in the row, whether the cache has a place for the token).
 
-    The page may still be none of the pool's: the writer compares it with the pool's size.
+    The page may still lie outside of the pool: the writer compares it with the pool's size.
 
     Args:
-        token: number of B S, the row's S after one another.
-        layer: that is written, of `layers`.
+        token: Index among the B S tokens, with a row's S tokens after one another.
+        layer: The layer that is written, of `layers`.
         tables_ref, lens_ref: int32 [B, M] and [B], the new tokens included.
-        query_lens_ref: int32 [B], each row's new tokens; None where all S are new.
+        query_lens_ref: int32 [B], each row's new tokens; None: all S tokens are new.
     """
     row = lax.div(token, q_len)
     length, number = lens_ref[row], lax.rem(token, q_len)

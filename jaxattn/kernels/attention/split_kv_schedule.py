@@ -1,23 +1,25 @@
-"""The split-KV schedule of `mla_decode`: rows' pages assigned to blocks, on the device.
+"""The split-KV schedule of `mla_decode`: assigns the rows' pages to CTAs, on the device.
 
-The pages of all rows stand in a line, row after row, and the line is cut into parts about as long
-as each other, one for each block that the GPU runs at a time. A part is whole rows but for its
-first and its last, of which it may have a piece: at most two partial results a part, whatever the
-batch, so the room for them is known from static shapes. Lengths change without a host round trip
-and without a recompilation.
+The pages of all rows form a line, row after row. The schedule divides this line into parts of about
+equal length, one for each CTA that the GPU runs at a time. A part consists of whole rows, except
+that its first and last row may be pieces of a row. A part therefore has at most two partial
+results, whatever the batch, so static shapes bound the memory for them. Lengths change without a
+host round trip and without a recompilation.
 
-A part that ends one row and begins another has what a row costs beside its pages twice. So where
-each row can be cut in equal pieces, a part for each, and no part gets longer than that, rows are.
+A part that ends one row and begins another pays twice the cost of a row beyond its pages. So if
+each row can be split into equal pieces, one part each, without making any part longer, the schedule
+does that.
 
-Of more rows than parts no row need be cut for the parts to be about as long. The rows then stand in
-the line in an order of their own, in which every part is whole rows: from the longest to the
-shortest they are dealt out to the parts in turns, in even turns from the first part to the last and
-in odd ones back, so that long rows lie beside short ones. Where that leaves a part much longer than
-the others, as one very long row does, the rows stand in the batch's order and the line is cut.
+With more rows than parts, no row need be split for the parts to be about equal. The rows then stand
+in the line in an order of their own, in which every part is whole rows. From the longest to the
+shortest they are dealt to the parts in turns. Even turns go from the first part to the last and odd
+turns back, so that each part has long and short rows. If that leaves a part much longer than the
+others, for example because of one very long row, the rows stand in the batch's order and the line
+is split.
 
-Where a row is cut depends on the others, and so does the rounding of what is merged. With `pieces`
-a row is cut in as many equal ones, whatever the others are, and of more rows than parts none is: a
-row's bits are its own.
+Where a row is split depends on the other rows, and so does the rounding of its combine. With
+`pieces` a row is split into equal pieces whose number does not depend on the other rows, and with
+more rows than parts none is split. The bits of a row then depend only on the row.
 """
 
 import dataclasses
@@ -28,27 +30,28 @@ import jax.numpy as jnp
 
 from jaxattn.kernels.hopper.device import plain_copies
 
-TILE = 64  # packed rows (query token, head) of a block
-PAGE = 64  # tokens that a block takes at a time; what is called a page here, whatever the cache has
+TILE = 64  # packed rows (query token, head) of a CTA
+PAGE = 64  # tokens that a CTA takes at a time; called a page here, whatever the cache's
 
-# What a row costs its part beside its pages (its queries' load, its output), in pages, where its
-# packed rows are many, and where they are few.
+# The cost of a row beyond its pages (loading its queries, storing its output), in pages: with many
+# packed rows, and with few.
 ROW_COST, FEW_ROWS_COST = 5, 3
 MOST_FEW_ROWS = 24
-# What partial results and their merging cost where most parts have some, in pages of a part, where
-# packed rows are many, and where they are few.
+# The cost of partial results and their combine if most parts have some, in pages of a part: with
+# many packed rows, and with few.
 MERGE_COST, FEW_MERGE_COST = 12, 3
-# A part shorter than this costs more in partial results than it saves; a shorter one may do where
-# a row has up to so many, which are merged in two turns.
+# A shorter part costs more in partial results than it saves. It may pay off where a row has at most
+# FEW_PIECES of them, which are merged in two turns.
 MIN_PART = 6
 FEW_PIECES = 16
-# Where packed rows are few, two warpgroups take a part's pages in turns and wait for each: a page
-# of each is the shortest part. So many partial results of a row are merged in one turn.
+# With few packed rows, two warpgroups alternate between a part's pages and wait for each: one page
+# for each of them is the shortest part. FEW_ROWS_PIECES partial results of a row are merged in one
+# turn.
 FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES = 4, 2, 32
-# Parts of whole rows have no partial results: taken when they are longer by at most one part in
-# this, or by what the merging costs.
+# Parts of whole rows have no partial results. They are used if they are longer by at most one part
+# in WHOLE_ROWS_SLACK, or by the cost of the combine.
 WHOLE_ROWS_SLACK = 16
-# From this many rows a part on, rows are never split and no room is kept for partial results.
+# From this many rows per part on, rows are never split, and no memory is kept for partial results.
 WHOLE_ROWS = 16
 
 
@@ -63,12 +66,12 @@ class Schedule:
     Attributes:
         cuts: int32 [2, parts + 1], `places` and `pages` in one array, as the kernels read them.
         slots: int32 [3, B], for each row: its first partial result, the number of its partial
-            results (0: the row's output is written directly), and the index of its other partial
+            results (0: the row's output is written directly), and the base of its other partial
             results, see `slot_of`. Some schedules have a fourth number: the stride of the other
             partial results, which is otherwise 2.
         order: int32 [B], the row at each place; every row occurs once. If a cut is inside of a row,
             row i is at place i. None: row i is always at place i.
-        max_pages: the largest number of pages of a row; 0 if unknown.
+        max_pages: The largest number of pages of a row; 0 if unknown.
         seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
             call returns NaN for a row with another length. None: the call does not check lengths.
     """
@@ -87,8 +90,7 @@ class Schedule:
     @property
     def pages(self) -> jax.Array:
         """int32 [parts + 1], the first page of a part within its row; 0 is the beginning of the
-        row.
-        """
+        row."""
         return self.cuts[1]
 
     @property
@@ -115,41 +117,41 @@ class Schedule:
         cls, places: jax.Array, pages: jax.Array, batch: int, max_pages: int = 0,
         order: jax.Array | None = None,
     ) -> "Schedule":  # fmt: skip
-        """The schedule with these cuts, which determine the indices of partial results."""
-        # A row that is cut has its own place: what follows is of rows.
+        """Returns the schedule with these cuts, which determine the slots of partial results."""
+        # A row that is split is at its own place, so the following arrays are indexed by row.
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
         starts, begun = places[:-1], pages[:-1]
         by_its_start = (starts < row) | ((starts == row) & (begun == 0))
         first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
         number = jnp.where(last > first, last - first + 1, 0)
-        # A part's first piece is its partial result 0, another one its partial result 1.
+        # A part's first piece is its partial result 0, another piece its partial result 1.
         begins = starts[jnp.maximum(first, 0)] == row[:, 0]
         slots = jnp.stack([2 * first + ~begins, number, 2 * first])
         return cls(jnp.stack([places, pages]), slots, order, max_pages=max_pages)
 
     @classmethod
     def whole(cls, places: jax.Array, order: jax.Array, max_pages: int) -> "Schedule":
-        """The schedule that splits no row, with parts that begin at `places`, and without partial
-        results.
-        """
+        """Returns the schedule that splits no row, with parts that begin at `places`, and without
+        partial results."""
         cuts = jnp.stack([places, jnp.zeros_like(places)])
         return cls(cuts, jnp.zeros((3, order.shape[0]), jnp.int32), order, max_pages=max_pages)
 
     @staticmethod
     def slot_of(slots: Any, index: Any) -> Any:
-        """The partial result of a row's piece `index`, `slots` being the row's three, or four."""
+        """The slot of the partial result of a row's piece `index`; `slots` are the row's three or
+        four."""
         apart = slots[3] if len(slots) > 3 else 2
         return jnp.where(index == 0, slots[0], slots[2] + apart * index)
 
 
 def copies_of(page_size: int) -> int:
-    """Copies that bring 64 tokens, from pages of 16, 32, 64 or 128."""
+    """Returns the number of copies that load 64 tokens, from pages of 16, 32, 64 or 128."""
     return max(1, PAGE // page_size)
 
 
 def num_steps(max_pages: int, page_size: int) -> int:
-    """64 tokens at a time, `max_pages` pages of the cache."""
+    """Returns the number of steps, of 64 tokens each, in `max_pages` pages of the cache."""
     return -(-max_pages * page_size // PAGE)
 
 
@@ -158,14 +160,15 @@ def num_tiles(q_len: int, num_heads: int) -> int:
 
 
 def few_rows(q_len: int, num_heads: int) -> bool:
-    """Whether a request has so few packed rows that they are the products' columns (with 32 the
-    kernel whose products have them as rows is the faster)."""
+    """Whether a request has so few packed rows that they become the products' columns (swap AB).
+    With 32 the kernel with packed rows as the products' rows is faster."""
     return q_len * num_heads <= MOST_FEW_ROWS
 
 
 def packed_rows(q_len: int, num_heads: int) -> int:
-    """Rows that results keep of a request: S * H, and what a kernel writes beside them. Where the
-    assembler lacks plain copies, few rows of a block-scaled cache take the kernel of tiles."""
+    """Returns the rows that results keep per request: S * H, and padding rows that a kernel also
+    writes. If the assembler lacks plain copies, few rows of a block-scaled cache take the kernel
+    with tiles of 64."""
     if few_rows(q_len, num_heads) and plain_copies():
         return -(-q_len * num_heads // 8) * 8
     return num_tiles(q_len, num_heads) * TILE
@@ -180,11 +183,11 @@ def merge_cost(q_len: int, num_heads: int) -> int:
 
 
 class SplitThresholds(NamedTuple):
-    """Pages of a part that is worth its partial results.
+    """The least pages for which a part pays for its partial results.
 
     Attributes:
-        part: of any.
-        short: where a row has up to `pieces` of them.
+        part: Pages of any part.
+        short: Pages of a part if a row has up to `pieces` of them.
     """
 
     part: int = MIN_PART
@@ -193,7 +196,8 @@ class SplitThresholds(NamedTuple):
 
 
 OF_MANY_ROWS = SplitThresholds()
-# Of one request with one tile: Kimi-Linear's 4,096 tokens took 13.6 us so, 16.4 in parts of six.
+# One request with one tile: Kimi-Linear's 4,096 tokens took 13.6 us so, and 16.4 us in parts of
+# six.
 OF_ONE_TILE = SplitThresholds(short=4)
 OF_FEW_ROWS = SplitThresholds(FEW_ROWS_MIN_PART, FEW_ROWS_SHORT_PART, FEW_ROWS_PIECES)
 
@@ -205,38 +209,41 @@ def split_thresholds(batch: int, q_len: int, num_heads: int) -> SplitThresholds:
 
 
 def num_parts(batch: int, q_len: int, num_heads: int, max_pages: int, num_sms: int) -> int:
-    """Parts of a step, from static shapes: a block for each streaming multiprocessor and tile, or
-    fewer where `batch` rows of `max_pages` pages are not worth as many."""
+    """Returns the parts of a step, from static shapes: one CTA for each multiprocessor and tile, or
+    fewer if `batch` rows of `max_pages` pages do not pay for as many."""
     least = split_thresholds(batch, q_len, num_heads).short
     worth = batch * (max_pages + row_cost(q_len, num_heads)) // least
     return max(1, min(num_sms // num_tiles(q_len, num_heads), worth))
 
 
 def may_split(batch: int, parts: int) -> bool:
-    """Whether rows are split at all, from static shapes: the arena has room for it or has not."""
+    """Whether rows are split at all, from static shapes: the arena then has memory for the partial
+    results."""
     return parts > 1 and batch < WHOLE_ROWS * parts
 
 
 def most_pieces(batch: int, parts: int) -> int:
-    """Pieces of a row where rows are cut alike in every batch, from static shapes: as many as there
-    are parts for it, so that no more than `parts` are merged."""
+    """Returns the pieces of a row for batch-invariant splits, from static shapes. These are as many
+    as there are parts per row, so that at most `parts` are merged."""
     return max(1, parts // batch) if may_split(batch, parts) else 1
 
 
 def assign_whole_rows(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """Whole rows to parts in turns, forth and back, from the dearest row to the cheapest.
+    """Assigns whole rows to parts in turns, back and forth, from the most expensive row to the
+    cheapest.
 
     Args:
-        cost: int32 [B], 0 of a row that no part has: its place is behind the last part's.
+        cost: int32 [B], 0 for a row in no part: its place is after the last part's.
 
     Returns:
-        (order int32 [B], as `Schedule` has it, first place of each part int32 [parts + 1]).
+        (order int32 [B], as in `Schedule`, first place of each part int32 [parts + 1]).
     """
     place = jnp.arange(cost.shape[0], dtype=jnp.int32)
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     real = (cost > 0).astype(jnp.int32)
     number = jnp.sum(real, dtype=jnp.int32)
-    # One row a part: they may as well stay as they are, as in a batch that has no more.
+    # With at most one row per part the rows keep the batch's order, as in a batch of no more rows
+    # than parts.
     ranked = jnp.argsort(-jnp.where(number > parts, cost, real), stable=True).astype(jnp.int32)
     turns, more = number // parts, number % parts
     in_last_turn = jnp.where(turns % 2 == 0, part, part - (parts - more))
@@ -248,14 +255,14 @@ def assign_whole_rows(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array
 
 
 def _worth(pages: jax.Array, rows: jax.Array | int, least: SplitThresholds) -> jax.Array:
-    """The parts that so many pages of so many rows are worth."""
+    """Returns the number of parts that the pages of the rows pay for."""
     few = jnp.minimum(pages // least.short, least.pieces * rows)
     return jnp.maximum(pages // least.part, few)
 
 
 def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(place, page) where each part begins if rows have up to so many equal pieces, a part each: no
-    more of them than there are parts."""
+    """Returns (place, page) where each part begins if rows have up to `wanted` equal pieces, one
+    part each; there must be no more pieces than parts."""
     batch = pages.shape[0]
     wanted = jnp.maximum(wanted, 1)
     piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
@@ -265,8 +272,8 @@ def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Ar
 
 
 def _inside(end: jax.Array, length: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The row that lies across each place `at` of a line, by counting the rows before it, B where
-    none is left; and how far into the row that is. The rows are so long, and end there."""
+    """Returns the row that contains each position `at` of a line, B where none is left, by counting
+    the rows before it, and the offset in the row. The rows have these lengths and ends."""
     rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
     return rows, at - (end - length)[jnp.minimum(rows, end.shape[0] - 1)]
 
@@ -284,13 +291,13 @@ def make_schedule(
     least_piece: int = 1,
     longer: int | None = None,
 ) -> Schedule:
-    """Cuts the pages of all rows into `parts`; with `pieces` each row into up to so many equal
-    pieces, which are a part each, and of more rows than parts none.
+    """Divides the pages of all rows into `parts`. With `pieces` each row is split into up to
+    `pieces` equal pieces, one part each, and with more rows than parts no row is split.
 
-    A part has the pages that `least` says, or more. Where rows are cut alike, a piece has
-    `least_piece` pages or is a row's last; with `longer` it may be longer than a part's share by
-    one part in so many.
-    No part has a row without tokens: the others are cut alike with and without it.
+    A part has at least the pages that `least` requires. Where rows are split into equal pieces, a
+    piece has `least_piece` pages or is a row's last. With `longer` a piece may be longer than a
+    part's share by one part in `longer`.
+    No part has a row without tokens: the others are split in the same way with and without it.
     """
     batch = seq_lens.shape[0]
     pages = jnp.clip((seq_lens + PAGE - 1) // PAGE, 0, max_pages)
@@ -318,8 +325,8 @@ def make_schedule(
     begun = jnp.maximum(into - row_cost, 0)
     begun = jnp.where(rows < batch, begun, 0)
 
-    # Pages of a piece: as many as leave no part longer than its share and what a row costs. The
-    # first with which there are parts enough is taken.
+    # Candidates for the pages of a piece, at most a part's share and the cost of a row. The first
+    # one for which there are enough parts is taken.
     longest_piece = size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32)
     if longer is not None:
         longest_piece = jnp.append(longest_piece, size + size // longer)
@@ -332,14 +339,15 @@ def make_schedule(
     )
 
     slack = size // WHOLE_ROWS_SLACK
-    if order is None:  # one row a part
+    if order is None:  # one row per part
         rank = jnp.cumsum(real) - 1
         firsts = jnp.sum(rank < part[:, None], axis=1, dtype=jnp.int32)
         longest = jnp.max(cost)
     else:
         before = jnp.pad(jnp.cumsum(cost[order]), (1, 0))
         longest = jnp.max(jnp.diff(before[firsts]))
-        # With a row a part or less, as in a batch that has no more, the merging is of few rows.
+        # With at most one row per part, as in a batch of no more rows than parts, few rows are
+        # merged.
         most_are_cut = jnp.sum(real) > parts
         slack = jnp.where(most_are_cut, jnp.maximum(merge_cost, slack), slack)
     whole = longest <= size + slack

@@ -1,11 +1,11 @@
-"""The partition of MLA decode's rows among blocks: the pieces of a block's part, page by page.
+"""The partition of MLA decode's rows among CTAs: the pieces of a CTA's part, page by page.
 
-A piece is a row, or what of it lies in this part. Warpgroups may share a piece, and take its pages
-in turns. Who multiplies walks its pieces one by one; who loads ahead of that finds the page behind
-a page, or behind a piece, with `settle`.
+A piece is a row, or its portion in this part. Warpgroups may share a piece and take its pages in
+turns. A consumer processes its pieces one by one. A producer that loads ahead of it finds the page
+that follows a page, or a piece, with `settle`.
 
-The walk is from place to place of the schedule's line. What a place has, its tokens, pages, queries
-and output, is of the row that stands there: `SchedulePosition.row`.
+Iteration goes from place to place of the schedule's line. The tokens, pages, queries and output of
+a place are those of the row that stands there: `SchedulePosition.row`.
 """
 
 import dataclasses
@@ -24,10 +24,11 @@ from jaxattn.kernels.hopper.store.row_store import store
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SchedulePosition:
-    """
+    """A place in the schedule's line, and the row there.
+
     Attributes:
-        number: of the place in the line.
-        ordered: the row there, read once; None in a schedule without an order.
+        number: The index of the place in the line.
+        ordered: The row there, read once; None if the schedule has no order.
     """
 
     number: jax.Array
@@ -40,14 +41,16 @@ class SchedulePosition:
 
 @dataclasses.dataclass(frozen=True)
 class WorkPartition:
-    """
+    """A part of the schedule.
+
     Attributes:
-        begin: (place, page) of the part, a cut of `Schedule`; `end` of the part after it.
-        lens_ref: tokens of each row [B].
-        table_ref: block tables [B, M].
-        kv_ref: the cache [L, N, C, Ds].
-        layer: of the cache.
-        index: of the part.
+        begin: (place, page) where the part begins, a cut of `Schedule`; `end` is that of the next
+            part.
+        lens_ref: The tokens of each row [B].
+        table_ref: The block tables [B, M].
+        kv_ref: The cache [L, N, C, Ds].
+        layer: The layer of the cache.
+        index: The index of the part.
         order_ref: `Schedule.order` [B], or None.
         made_of_ref: `Schedule.seq_lens` [B], or None.
     """
@@ -62,11 +65,11 @@ class WorkPartition:
     order_ref: Any
     made_of_ref: Any
 
-    stride = 1  # from place to place of the part
+    stride = 1  # distance between the part's places
 
     @classmethod
     def of(cls, refs: Any, index: jax.Array) -> "WorkPartition":
-        """The part `index` of a `Schedule`, `refs` being what a kernel works on."""
+        """Returns the part `index` of a `Schedule`; `refs` are a kernel's refs."""
         begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
         return cls(
             begin, end, refs.lens_ref, refs.table_ref, refs.kv_ref, refs.layer_ref[0], index,
@@ -82,24 +85,27 @@ class WorkPartition:
         return -(-self.table_ref.shape[1] * self.page_size // PAGE)
 
     def some_row(self, row: jax.Array) -> jax.Array:
-        """The row, or any where the part ends behind the last; of places likewise. A batch's only
-        row is known: its length is read beside the cuts, and not after them."""
+        """Returns the row, or any row if the part ends after the last; the same for places. The
+        only row of a batch is known without a read, so its length is loaded together with the cuts,
+        and not after them."""
         rows = self.lens_ref.shape[0]
         return jnp.minimum(row, rows - 1) if rows > 1 else jnp.int32(0)
 
     def place(self, number: jax.Array) -> SchedulePosition:
-        """With some row where the part ends behind the last place."""
+        """Returns the position at place `number`, with any row if the part ends after the last
+        place."""
         if self.order_ref is None:
             return SchedulePosition(number, None)
         return SchedulePosition(number, self.order_ref[self.some_row(number)])
 
     def known(self, row: jax.Array) -> jax.Array | None:
-        """Whether the schedule was made of the row's length; None: of this call's lengths."""
+        """Whether the schedule was made for the row's length; None: it was made from this call's
+        lengths."""
         row = self.some_row(row)
         return None if self.made_of_ref is None else self.lens_ref[row] == self.made_of_ref[row]
 
     def pages_of(self, row: jax.Array) -> jax.Array:
-        """0 where the schedule was made of another length."""
+        """Returns the row's pages, 0 if the schedule was made for another length."""
         pages, known = self.pages_in(self.lens_ref[self.some_row(row)]), self.known(row)
         return pages if known is None else jnp.where(known, pages, 0)
 
@@ -107,12 +113,13 @@ class WorkPartition:
         return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
     def _stop_of(self, place: SchedulePosition) -> jax.Array:
-        # No further than the row: of cuts that do not say what lengths they are of it may be less.
+        # Not beyond the row: if the cuts do not tell their lengths, the row may have fewer pages.
         pages, (last_place, last_page) = self.pages_of(place.row), self.end
         return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
 
     def each_piece(self, piece: Any, carry: Any = ()) -> Any:
-        """carry = piece(place, first page, pages, carry) for each piece; returns the last."""
+        """Runs carry = piece(place, first page, pages, carry) for each piece; returns the last
+        carry."""
         (first_place, first_page), (last_place, last_page) = self.begin, self.end
 
         def each(i, carry):
@@ -131,19 +138,21 @@ class WorkPartition:
         return lax.fori_loop(0, places, each, carry)
 
     def first_piece(self) -> tuple[SchedulePosition, jax.Array, jax.Array]:
-        """(place, first page, pages) of where the part begins: there may be no pages."""
+        """Returns (place, first page, pages) where the part begins; the number of pages may be
+        0."""
         number, page = self.begin
         place = self.place(number)
         return place, page, jnp.maximum(self._stop_of(place) - page, 0)
 
     def first(self) -> Any:
-        """The first page: (place, page, the piece's stop). There is none if page >= stop."""
+        """Returns the first page: (place, page, the piece's stop). There is none if page >=
+        stop."""
         number, page = self.begin
         place = self.place(number)
         return self.settle((place, page, self._stop_of(place)))
 
     def settle(self, at: Any) -> Any:
-        """The same, or where its piece has no such page the first of a later one."""
+        """Returns `at`, or the first page of a later piece if its piece has no such page."""
 
         def passed(at):
             place, page, stop = at
@@ -156,15 +165,16 @@ class WorkPartition:
         return lax.while_loop(passed, next_piece, at)
 
     def partial_slot(self, row: jax.Array) -> jax.Array:
-        """Where the partial result of the row's piece goes."""
-        # With partial results there is no order but the batch's: the place is the row.
+        """Returns the slot of the partial result of the row's piece."""
+        # A schedule with partial results has the batch's order: the place is the row.
         return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
 
     def write_lse(
         self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, whole: jax.Array,
         lse: jax.Array,
     ) -> None:  # fmt: skip
-        """The LSE of a whole row, or of a piece to its partial result's if there are such."""
+        """Writes the LSE of a whole row, or, if there are partial results, that of a piece to its
+        slot."""
 
         @pl.when(whole)
         def _whole():
@@ -177,12 +187,13 @@ class WorkPartition:
                 store(partial_lse_ref.at[self.partial_slot(row), columns], lse)
 
     def numbers(self, row: jax.Array, page: jax.Array, stop: jax.Array) -> list[jax.Array]:
-        """Where in the cache a page is; from `stop` on, the page before it."""
+        """Returns the page numbers in the cache of a page; from `stop` on, those of the page before
+        it."""
         row = self.some_row(row)
         page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
         if self.page_size == PAGE:
             return [self.table_ref[row, page]]
-        # Past the row's last page of the cache, that page again: what is read is masked.
+        # After the row's last page of the cache, that page again: its keys are masked.
         end = lax.div(self.lens_ref[row] + self.page_size - 1, self.page_size) - 1
         end = jnp.clip(end, 0, self.table_ref.shape[1] - 1)
         first = lax.div(page * PAGE, self.page_size)
@@ -190,7 +201,7 @@ class WorkPartition:
         return [self.table_ref[row, jnp.minimum(first + j, end)] for j in range(copies)]
 
     def sources(self, numbers: list[jax.Array], page: jax.Array) -> list[Any]:
-        """The page's tokens in the cache, as many as lie together at a time."""
+        """Returns the page's tokens in the cache, one box for each contiguous run of them."""
         tokens = min(self.page_size, PAGE)
         inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
         some = pl.ds(inside, tokens)
@@ -198,7 +209,8 @@ class WorkPartition:
 
 
 def nothing_or_nan(nothing: float, known: jax.Array | None, dtype: Any) -> jax.Array:
-    """What is written of a row without keys; NaN where it is False that its length is known."""
+    """Returns the result of a row without keys; NaN if `known` is False, because the schedule has
+    another length."""
     value = jnp.float32(nothing)
     return (value if known is None else jnp.where(known, value, jnp.nan)).astype(dtype)
 
@@ -212,12 +224,13 @@ def visible_keys(
     num_heads: int,
     layout: Any,
 ) -> jax.Array:
-    """How many keys each packed row sees, int32 as `packed_row`: causal from the bottom right.
+    """Returns the number of keys that each packed row sees, int32 as `packed_row`: causal from the
+    bottom right.
 
     Args:
         packed_row: s * H + h of each score.
-        length: tokens of the row.
-        queries: of its S query tokens, how many there are; None: all.
+        length: The tokens of the row.
+        queries: The number of the row's query tokens, of S; None: all.
     """
     first = length - (q_len if queries is None else queries) + 1
     visible = plgpu.layout_cast(jnp.full(packed_row.shape, first, jnp.int32), layout)

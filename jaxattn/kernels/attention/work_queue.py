@@ -1,9 +1,9 @@
-"""Blocks that stay on their multiprocessor and draw one item after another, as each gets free.
+"""A queue of tiles for persistent CTAs: each CTA draws one item after another as it gets free.
 
-A block's first item is its own number; for every further one a warpgroup counts on in global
-memory, long before the others need it, and passes the number on in shared memory. So the next
-item's copies are on their way while the last one ends, and items may differ in length as much as
-they like. Which block has which item changes nothing in what is computed.
+A CTA's first item is its own index. For every further item one warpgroup increments a counter in
+global memory, long before the others need it, and passes the number on in shared memory. The next
+item's copies are thus in flight while the last item ends, and items may differ in length. The
+assignment of items to CTAs does not change the results.
 """
 
 from typing import Any
@@ -17,11 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.mlir import arith, llvm, utils
 from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, i32, plus, pointer, word
 
-POSTED = 2  # numbers in shared memory at a time
+POSTED = 2  # item numbers in shared memory at a time
 
 
 def scratch(readers: int) -> list[Any]:
-    """What a kernel needs for `WorkQueue`, where so many warpgroups take what one draws."""
+    """Returns the scratch of a `WorkQueue` whose items one warpgroup draws and `readers` warpgroups
+    take."""
     return [
         plgpu.SMEM((POSTED,), jnp.int32),
         plgpu.Barrier(num_arrivals=1, num_barriers=POSTED),  # posted
@@ -30,15 +31,15 @@ def scratch(readers: int) -> list[Any]:
 
 
 class WorkQueue:
-    """The items of a block.
+    """The items of a CTA.
 
     Args:
-        drawn: int32 or uint32 [1] of global memory: how many have been drawn, 0 when the kernel
-            starts, and again when it has ended.
-        refs: of `scratch`.
-        first, blocks, items: the block's number, and how many of both there are.
-        in_order: whether a block's first item is drawn as well. Then only blocks that run have
-            items, and no item waits for an earlier one of a block that has not begun.
+        drawn: int32 or uint32 [1] in global memory, the number of items drawn so far: 0 when the
+            kernel starts, and again when it has ended.
+        refs: The refs of `scratch`.
+        first, blocks, items: The index of the CTA, and the numbers of CTAs and items.
+        in_order: Whether a CTA's first item is drawn as well. Then only running CTAs have items,
+            and no item waits for an earlier one of a CTA that has not started.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class WorkQueue:
         self.in_order = in_order
 
     def each(self, draws: bool, do: Any, carry: Any) -> Any:
-        """carry = do(item, carry) for each; one warpgroup draws, and the others take."""
+        """Runs carry = do(item, carry) for each item; one warpgroup draws items, the others take
+        them."""
 
         def step(state: Any) -> Any:
             item, turn, carry = state
@@ -72,7 +74,7 @@ class WorkQueue:
         state = (item, jnp.int32(self.in_order), carry)
         _, turns, carry = lax.while_loop(lambda state: state[0] < self.items, step, state)
         if draws:
-            # A thread that waits on a barrier has to see each of its completions.
+            # A thread that waits on a barrier must observe each of its completions.
             @pl.loop(jnp.maximum(turns - POSTED, 0), turns)
             def _(turn: jax.Array) -> None:
                 plgpu.barrier_wait(self.taken.at[lax.rem(turn, jnp.int32(POSTED))])
@@ -87,7 +89,7 @@ class WorkQueue:
 
     def _draw(self, plain_item: Any, turn: Any, at: Any) -> jax.Array:
         pl.when(turn >= POSTED)(lambda: plgpu.barrier_wait(self.taken.at[at]))
-        if self.interpret:  # which has no atomic operations
+        if self.interpret:  # the interpreter has no atomic operations
             self.smem[at] = plain_item
         else:
             plain = plgpu.RefType()
@@ -101,7 +103,7 @@ class WorkQueue:
         del ctx
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
             place = utils.memref_ptr(drawn)
-            # Blocks draw until nothing is left, each once too often: 0 follows the last number.
+            # Each CTA draws until nothing is left, once too often: 0 follows the last number.
             draw = "atom.global.inc.u32 $0, [$1], $2;"
             given = 0 if self.in_order else self.blocks  # without a draw
             last = word(self.items - given + self.blocks - 1)

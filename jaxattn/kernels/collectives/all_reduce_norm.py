@@ -1,11 +1,11 @@
-"""Sum over GPUs, residual sum and RMS norm in one launch: a warpgroup per token, over peer memory.
+"""All-reduce, residual sum and RMS norm in one launch: a warpgroup per token, over peer memory.
 
-XLA's own all-reduce is a launch that no CUDA graph holds, between two that convert and one that
-norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included. Then it
-waits until every GPU has. It adds the parts in the order of the GPUs, so that all GPUs have the
-same bits.
+XLA's own all-reduce cannot be in a CUDA graph, and has two launches around it that convert and one
+that norms. Here each GPU writes its part of a token into an inbox on every GPU, itself included,
+and waits until every GPU has done so. It adds the parts in the order of the GPUs, so that all GPUs
+get the same bits.
 
-`kernels/collectives/peer_transfer.py` has the inboxes and why nothing is lost in them.
+`kernels/collectives/peer_transfer.py` describes the inboxes and why they lose nothing.
 
 Limits: 256 to 8192 features, a multiple of 256; 2 to 8 GPUs, which are all of the mesh, in one
 process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.all_reduce_norm`
@@ -24,14 +24,14 @@ from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.linear.rms_norm import MOST_FEATURES
 
-# What a call does. "sum" adds the parts of all GPUs, which have the same tokens. Where each has
-# tokens of its own, "norm" adds the GPU's own part and gives the norms of all, and "own" adds the
-# parts that all GPUs have of its tokens.
+# The variants of a call. "sum" adds the parts of all GPUs, which have the same tokens. If each GPU
+# has its own tokens, "norm" adds the GPU's own part and returns the norms of all, and "own" adds
+# the parts that all GPUs have of its tokens.
 type Meeting = Literal["sum", "norm", "own"]
 
 
 def supports_all_reduce(features: int, gpus: int) -> bool:
-    """Whether the kernel sums rows of so many features over so many GPUs."""
+    """Whether the kernel supports rows of `features` features on `gpus` GPUs."""
     return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 
@@ -51,10 +51,11 @@ def all_reduce_norm_mosaic(
     meeting: Meeting = "sum",
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(sum, its norm, inbox, counts), as `jaxattn.ops.collectives.all_reduce_norm` documents it.
+    """Returns (sum, its norm, inbox, counts), as documented by
+    `jaxattn.ops.collectives.all_reduce_norm`.
 
     Args:
-        part: [T, F], or [N * T, F] of a meeting "own".
+        part: [T, F], or [N * T, F] for a meeting "own".
         affine: (a, b): the layer is `a * layer + b`.
     """
     op = "all_reduce_norm_layer"
@@ -108,7 +109,7 @@ def all_reduce_norm_mosaic(
                     return [normed(load(x_ref.at[token]) + load(part_ref.at[token]), weight())]
 
         call.send([each.astype(jnp.bfloat16) for each in parts()])
-        if meeting != "norm":  # read while parts of other GPUs are on the way
+        if meeting != "norm":  # read while other GPUs' parts are in flight
             values, scales = load(x_ref.at[token]), weight()
         come = call.receive()
         if meeting == "norm":

@@ -1,9 +1,9 @@
-"""Rows that GPUs give each other, in one launch over peer memory: a warpgroup for each piece.
+"""Exchange of rows between GPUs, in one launch over peer memory: a warpgroup for each piece.
 
-NCCL's launches are in no CUDA graph, so that a layer with two of them is five graphs. Here a GPU
-writes what is for another into its inbox, and copies what comes out of its own. Numbers are moved
-as they are, whatever bits they have. `kernels/collectives/peer_transfer.py` has the inboxes and
-why nothing is lost in them.
+NCCL's launches cannot be in a CUDA graph, so that a layer with two of them is five graphs. Here a
+GPU writes the data for another into that GPU's inbox, and copies what arrives out of its own.
+Numbers are moved unchanged, whatever bits they have. `kernels/collectives/peer_transfer.py`
+describes the inboxes and why they lose nothing.
 
 Limits: 256 to 8192 numbers of 16 bits, a multiple of 256; 2 to 8 GPUs, which are all of the mesh,
 in one process; an inbox below 2 GiB. Reference: `jaxattn.ops.collectives.peer_exchange`
@@ -22,13 +22,13 @@ from jaxattn.kernels.collectives import peer_transfer as peers
 from jaxattn.kernels.hopper.build.launch import launch
 
 MOST_FEATURES = 8192
-# Of 16 bytes that a thread looks at together: those of four GPUs' pieces of 4,608 numbers. One GPU
-# after another, each took a look of its own.
+# Loads of 16 bytes that a thread polls together: those of four GPUs' pieces of 4,608 numbers.
+# Polled one GPU after another, each would take a poll of its own.
 LOADS = 36
 
 
 def supports_exchange(features: int, gpus: int) -> bool:
-    """Whether the kernel moves pieces of so many numbers between so many GPUs."""
+    """Whether the kernel supports pieces of `features` numbers between `gpus` GPUs."""
     return peers.supports_features(features, MOST_FEATURES) and 2 <= gpus <= peers.MOST_GPUS
 
 
@@ -42,11 +42,12 @@ def peer_exchange_mosaic(
     room: int = 0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(what came, inbox, counts), as `jaxattn.ops.collectives.peer_exchange` documents it.
+    """Returns (the received data, inbox, counts), as documented by
+    `jaxattn.ops.collectives.peer_exchange`.
 
     Args:
-        part: bfloat16 [T, 1, P, F] for all GPUs, or [T, N, P, F] of a piece for each.
-        room: zeros behind the pieces of the N GPUs, as of so many more.
+        part: bfloat16 [T, 1, P, F] for all GPUs, or [T, N, P, F] with a piece for each.
+        room: Zeros after the pieces of the N GPUs, as if from so many more GPUs.
     """
     op = "peer_exchange"
     peers.check(op, inbox, axes, interpret)

@@ -5,26 +5,26 @@
     addresses  int32 [N + 1, 2]     of the inbox on each GPU, the lower word first; then this GPU's
                                     number
 
-JAX has peer references for a kernel. With them XLA meets all GPUs' threads on the host, and copies
-addresses to the device, for every launch of every step before it begins. An inbox stays where it is
-as long as its engine lives, so its addresses are written down once. A launch that is given an inbox
-elsewhere, as a copy would be, ends the program with an error.
+JAX has peer refs for a kernel. With them XLA synchronizes all GPUs' threads on the host, and copies
+addresses to the device, before every launch of every step. An inbox stays in place as long as its
+engine lives, so its addresses are written once. A launch that receives an inbox at another address,
+such as a copy, ends the program with an error.
 
-Two numbers of a part and the number of the call are eight bytes, which memory never shows in part.
-A thread reads the eight bytes that the same thread of another GPU wrote, until they have this
-call's number. So nothing is signalled behind the parts, and no fence waits for them to arrive.
+Two numbers of a part and the number of the call are eight bytes, which memory always updates as a
+whole. A thread polls the eight bytes that the same thread of another GPU writes, until they have
+this call's number. So no signal follows the parts, and no fence waits for them to arrive.
 
-A GPU writes into a side again only after all parts of the call between have come. Whoever has sent
-one of these has read the side before: its launch of that call had ended. So calls that share an
-inbox may send parts of different sizes. Counts go on from call to call, so nothing is reset. If a
-peer never runs, or a debugger holds it, the kernel looks for its part `MOST_TURNS` times, and then
-ends the program with an error.
+A GPU writes into a side again only after all parts of the call in between have arrived. A GPU that
+has sent one of these had read the side before: its launch of the earlier call had ended. So calls
+that share an inbox may send parts of different sizes. Counts continue from call to call, so nothing
+is reset. If a peer never runs, or a debugger holds it, the kernel polls for its part `MOST_TURNS`
+times, and then ends the program with an error.
 
-After 2^32 calls a number comes again. By then a step's calls have written all that they look at, as
-those of one size take the same side each time.
+After 2^32 calls a number repeats. By then a step's calls have overwritten everything that they
+poll, because calls of one size take the same side each time.
 
-A launch may have more blocks than a GPU runs at once. Each sends before it waits, and a GPU begins
-blocks in the order of their numbers. Of all blocks that wait, take the one of the lowest number:
+A launch may have more CTAs than a GPU runs at once. Each sends before it waits, and a GPU starts
+CTAs in the order of their indices. Of all CTAs that wait, consider the one with the lowest index:
 each GPU has ended those before it, so it runs this one too, and has sent its part.
 """
 
@@ -56,19 +56,20 @@ from jaxattn.kernels.hopper.ptx import (
 
 MOST_GPUS = 8
 THREADS = 128
-BYTES = 4  # of the inbox for a number that is sent, half of a call's number included
-MOST_BYTES = 2**31 - 1  # of the inbox, whose places are words
-NUMBERS = 2  # that a call's number is sent with
-LOADS = 16  # of 16 bytes that a thread waits for at a time
-MOST_TURNS = 2**26  # that a thread looks for them
-# XLA would let all GPUs meet before the launch, as for semaphores that it has set to zero.
+BYTES = 4  # of the inbox per number that is sent, including half of a call's number
+MOST_BYTES = 2**31 - 1  # of the inbox, whose indices are words
+NUMBERS = 2  # sent together with one call's number
+LOADS = 16  # of 16 bytes that a thread polls at a time
+MOST_TURNS = 2**26  # polls by a thread
+# XLA would otherwise synchronize all GPUs before the launch, as for semaphores that it has set to
+# zero.
 COMPILER = plgpu.CompilerParams(
     approx_math=True,
     skip_device_barrier=True,
-    lowering_semantics=plgpu.LoweringSemantics.Lane,  # where PTX can name a peer's memory
+    lowering_semantics=plgpu.LoweringSemantics.Lane,  # in which PTX can address a peer's memory
 )
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
-# A piece of an attention's output that is sent with its log-sum-exp: two numbers a thread.
+# The numbers of a piece of an attention's output that is sent with its log-sum-exp: two per thread.
 STATE_DIMS = NUMBERS * THREADS
 STATE = plgpu.Layout.WG_STRIDED((STATE_DIMS,), vec_size=NUMBERS)
 
@@ -78,25 +79,25 @@ def i64() -> Any:
 
 
 def supports_features(features: int, most: int) -> bool:
-    """Whether a part may have so many numbers."""
+    """Whether a part may have `features` numbers."""
     return features % (NUMBERS * THREADS) == 0 < features <= most
 
 
 def layout_of(features: int) -> Any:
-    """How a warpgroup has a part of so many numbers."""
+    """Returns a warpgroup's register layout of a part of `features` numbers."""
     return plgpu.Layout.WG_STRIDED((features,), vec_size=_together(features))
 
 
 def _together(features: int) -> int:
-    """Numbers of a part that lie side by side in a thread."""
+    """Returns the numbers of a part that are adjacent in a thread."""
     return next(n for n in (8, 4, 2) if features % (n * THREADS) == 0)
 
 
 def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> None:
-    """Refuses what is no mailbox of all GPUs of the mesh, in one process.
+    """Refuses anything but a mailbox of all GPUs of the mesh, in one process.
 
     Raises:
-        Refusal: it says why.
+        Refusal: The error contains the reason.
     """
     if interpret:
         raise Refusal(f"{op}: JAX's interpreter knows no memory of peers")
@@ -104,7 +105,7 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
     if (processes := jax.process_count()) > 1:
         raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
     mesh = jax.sharding.get_abstract_mesh()
-    if axes != mesh.axis_names:  # a GPU's number there names its memory
+    if axes != mesh.axis_names:  # a GPU's number on these axes identifies its memory
         raise Refusal(
             f"{op}: the kernel needs all axes of the mesh, in its order; got {axes} of "
             f"{dict(mesh.shape)}"
@@ -119,7 +120,7 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
 class PeerTransfer:
     """One call for a token, in a kernel's body: a warpgroup sends its part, and receives all.
 
-    Where several warpgroups send for a token, to a GPU each, each has a place of its own among the
+    If several warpgroups send for a token, each to one GPU, each has its own place among the
     counts, `counted`: none reads a count that another has changed.
     """
 
@@ -137,10 +138,10 @@ class PeerTransfer:
         self.counted = token if counted is None else counted
         self.own = addresses_ref[self.gpus, 0]
         self.number = counts_ref[0, self.counted, 0] + 1
-        self.side = self.number & 1  # of negative numbers, which follow the largest, too
+        self.side = self.number & 1  # also for negative numbers, which follow the largest
 
     def send(self, parts: Sequence[jax.Array]) -> None:
-        """Sends a part to all GPUs, or of several one to each."""
+        """Sends a part to all GPUs, or one of several parts to each."""
         places = PLAIN, PLAIN, SPLAT, SPLAT, SPLAT, SPLAT
         layouts = [layout_of(self.features)] * len(parts)
         send = plgpu.inline_mgpu(arg_types=(*places, *layouts))(_send)
@@ -148,7 +149,8 @@ class PeerTransfer:
         send(self.inbox_ref, self.addresses_ref, *of_call, *parts)
 
     def receive(self, loads: int = LOADS) -> tuple[jax.Array, ...]:
-        """Each GPU's part, as soon as all are there; looks at `loads` of 16 bytes at a time."""
+        """Returns each GPU's part, as soon as all have arrived; polls `loads` of 16 bytes at a
+        time."""
         layout = layout_of(self.features)
         part = plgpu.ShapeDtypeStruct((self.features,), jnp.bfloat16, layout=layout)
         receive = plgpu.inline_mgpu(
@@ -160,25 +162,26 @@ class PeerTransfer:
         return come
 
     def address(self, gpu: Any) -> tuple[Any, Any]:
-        """Of a GPU's inbox, the lower word first."""
+        """Returns the address of a GPU's inbox, the lower word first."""
         return self.addresses_ref[gpu, 0], self.addresses_ref[gpu, 1]
 
     def send_state(
         self, to: tuple[Any, Any], known: tuple[Any, Any], out: jax.Array, lse: Any
     ) -> None:
         """Sends a piece of an attention's output, [256] float32, to one GPU, rounded to bfloat16;
-        each thread's two numbers have the log-sum-exp beside them. It has a part's 512 numbers.
+        each thread sends its two numbers together with the log-sum-exp. The piece has the size of a
+        part of 512 numbers.
 
         Args:
-            to: the address of that GPU's inbox.
-            known: that of this GPU's own.
+            to: The address of that GPU's inbox.
+            known: The address of this GPU's own inbox.
         """
         send = plgpu.inline_mgpu(arg_types=(PLAIN, *[SPLAT] * 9, STATE))(_send_state)
         of_call = self.number, self.side, self.own, self.token
         send(self.inbox_ref, *of_call, *to, *known, lse, out)
 
     def receive_states(self) -> list[tuple[jax.Array, jax.Array]]:
-        """(piece, log-sum-exp) of each GPU, as soon as all are there."""
+        """Returns the (piece, log-sum-exp) of each GPU, as soon as all have arrived."""
         piece = plgpu.ShapeDtypeStruct((STATE_DIMS,), jnp.float32, layout=STATE)
         lse = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SPLAT)
         receive = plgpu.inline_mgpu(
@@ -188,7 +191,7 @@ class PeerTransfer:
         return list(zip(come[::2], come[1::2], strict=True))
 
     def end(self) -> None:
-        """Counts the call, which has nothing more to send."""
+        """Counts the call, which sends nothing more."""
         plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(_end)(
             self.counts_ref, self.number, self.counted
         )
@@ -200,7 +203,7 @@ def _send(
     """Writes a token's part into the inbox on each GPU, with the call's number.
 
     Args:
-        sent: one for all GPUs, or one for each.
+        sent: One part for all GPUs, or one for each.
     """
     del ctx
     call, side, own, token = (single(x) for x in (call, side, own, token))
@@ -245,7 +248,7 @@ def _address(low: Any, high: Any) -> Any:
 
 
 def _addresses(addresses: Any, gpus: int) -> list[Any]:
-    """Of the inbox on each GPU."""
+    """Loads the address of the inbox on each GPU."""
     return [
         asm("ld.global.b64 $0, [$1];", [i64()], [pointer(addresses, word(8 * gpu))], "=l,l")[0]
         for gpu in range(gpus)
@@ -253,7 +256,7 @@ def _addresses(addresses: Any, gpus: int) -> list[Any]:
 
 
 def _of(of_each: list[Any], gpu: Any) -> Any:
-    """A GPU's address among those of all."""
+    """Selects a GPU's address among those of all."""
     found = of_each[0]
     for number, address in enumerate(of_each[1:], 1):
         equal = arith.cmpi(arith.CmpIPredicate.eq, gpu, word(number))
@@ -262,7 +265,7 @@ def _of(of_each: list[Any], gpu: Any) -> Any:
 
 
 def _write(first: Any, words: list[Any], call: Any) -> None:
-    """A thread's words, from a place on, each with the call's number."""
+    """Writes a thread's words, from a place on, each with the call's number."""
     wide = 2 - len(words) % 2
     if wide == 1:
         code = "{ .reg .b64 a; mov.b64 a, {$1, $2}; st.relaxed.sys.global.b64 [$0], a; }"
@@ -277,9 +280,9 @@ def _write(first: Any, words: list[Any], call: Any) -> None:
 
 
 def _must_be_at(inbox: Any, known: Any) -> None:
-    """Ends the program with an error where this GPU's inbox is not where its peers write to.
+    """Ends the program with an error if this GPU's inbox is not where its peers write to.
 
-    Without it, a kernel that was given a copy of the inbox would wait for ever.
+    Without this check, a kernel that receives a copy of the inbox would wait forever.
     """
     here = llvm.ptrtoint(i64(), pointer(inbox, word(0)))
     code = "{ .reg .pred p; setp.ne.b64 p, $0, $1; @p trap; }"
@@ -297,11 +300,11 @@ def _receive(
     features: int,
     loads: int,
 ) -> tuple[Any, ...]:
-    """Each GPU's part of a token, as soon as all are there; then the call is counted.
+    """Returns each GPU's part of a token, as soon as all have arrived; then counts the call.
 
     Args:
-        features: numbers of a part, no more than the inbox has room for.
-        loads: of 16 bytes at a time.
+        features: Numbers of a part, no more than the inbox has room for.
+        loads: Loads of 16 bytes at a time.
     """
     of_call = (single(x) for x in (call, side, token))
     words = _come(inbox, *of_call, features=features, loads=loads)
@@ -318,7 +321,7 @@ def _receive(
 
 
 def _receive_states(ctx: Any, inbox: Any, call: Any, side: Any, token: Any) -> tuple[Any, ...]:
-    """Each GPU's piece and its log-sum-exp, one GPU after another."""
+    """Returns each GPU's piece and its log-sum-exp, one GPU after another."""
     del ctx
     of_call = (single(x) for x in (call, side, token))
     words = _come(inbox, *of_call, features=NUMBERS * STATE_DIMS, loads=LOADS)
@@ -335,7 +338,7 @@ def _receive_states(ctx: Any, inbox: Any, call: Any, side: Any, token: Any) -> t
 
 
 def _come(inbox: Any, call: Any, side: Any, token: Any, *, features: int, loads: int) -> list[Any]:
-    """A thread's words of each GPU's part of a token, as soon as all are there."""
+    """Returns a thread's words of each GPU's part of a token, as soon as all have arrived."""
     gpus = ir.MemRefType(inbox.type).shape[1]
     count = features // (NUMBERS * THREADS)
     wide = 2 - count % 2
@@ -378,14 +381,14 @@ def _end(ctx: Any, counts: Any, call: Any, counted: Any) -> None:
 
 
 def _words(part: Any) -> int:
-    """In a register of a part, which is of several bfloat16."""
+    """Returns the words in a register of a part, which has several bfloat16."""
     return ir.VectorType(part.registers.flat[0].type).shape[0] // NUMBERS
 
 
 def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
-    """Bytes from an inbox's beginning to the first of a thread's words of a GPU's part of a token.
+    """Returns the byte offset in an inbox of a thread's first word of a GPU's part of a token.
 
-    What neighbouring threads have lies side by side, two words each if they are even.
+    Neighboring threads have adjacent words, two each if their number is even.
     """
     _, gpus, tokens, features = ir.MemRefType(inbox.type).shape
     row = plus(times(plus(times(side, gpus), gpu), tokens), token)
@@ -396,14 +399,15 @@ def _offset(inbox: Any, side: Any, gpu: Any, token: Any, words: int) -> Any:
 
 
 def _places(first: Any, words: int) -> list[Any]:
-    """The addresses of a thread's words from the first on, two by two if they are even."""
+    """Returns the addresses of a thread's words from the first on, in pairs if their number is
+    even."""
     wide = 8 * (2 - words % 2)  # bytes
     pieces = range(words * 8 // wide)
     return [arith.addi(first, mgpu.c(piece * THREADS * wide, i64())) for piece in pieces]
 
 
 def _pieces(place: Any, words: int) -> list[tuple[Any, Any]]:
-    """So many words at a place, each with the call's number that it came with."""
+    """Loads `words` words at a place, each with the call's number that it arrived with."""
     if words == 1:
         code = "{ .reg .b64 a; ld.relaxed.sys.global.b64 a, [$2]; mov.b64 {$0, $1}, a; }"
     else:

@@ -1,17 +1,16 @@
-"""The gradient of a projection whose columns a causal convolution with SiLU takes, and of its taps.
+"""The gradient of a projection whose columns feed a causal convolution with SiLU, and of its taps.
 
     total = sum_j taps[j] x[t - (W - 1) + j]      of the token's own sequence, W = 4
     of_total = of_y silu'(total)
     of_x[t] = sum_j taps[j] of_total[t + (W - 1) - j]
     of_taps[j] = sum_t of_total[t] x[t - (W - 1) + j]
 
-Columns behind the convolution's take their gradient as it is. So one launch writes all that the
-gradients of the projection read, which XLA would concatenate.
+Columns after the convolution's pass their gradient on unchanged. So one launch writes the whole
+gradient that the projection's gradients read, which XLA would concatenate.
 
-A block has some tokens of some columns, its threads 1 or 2 columns each: what comes before a token
-is in registers, and so are the sums that wait for the tokens behind it. A block computes of_total
-of the next block's first tokens once more. Blocks write their sums of taps, which XLA adds up in a
-fixed order.
+A CTA has some tokens of some columns, and a thread 1 or 2 columns. Registers hold the tokens before
+the current one, and the sums that wait for later tokens. A CTA also recomputes of_total of the next
+CTA's first tokens. CTAs write their sums of taps, which XLA adds up in a fixed order.
 
 Limits: bfloat16 or float16; 4 taps; parts of a multiple of 128 columns; 4,194,240 tokens. XLA
 computes the rest.
@@ -36,8 +35,8 @@ from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
-TOKENS, TOGETHER = 64, 4  # tokens of a block, and those that are read ahead
-MOST_TOKENS = 65535 * TOKENS  # the most blocks of CUDA's second axis
+TOKENS, TOGETHER = 64, 4  # tokens of a CTA, and those that are loaded ahead together
+MOST_TOKENS = 65535 * TOKENS  # the most CTAs on CUDA's second axis
 
 
 def conv_gradient(
@@ -48,14 +47,14 @@ def conv_gradient(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """(of_x [N, C] in x's dtype, of_taps float32 [W, Dc]).
+    """Returns (of_x [N, C] in x's dtype, of_taps float32 [W, Dc]).
 
     Args:
-        x: [N, C], of which the first Dc columns are convolved.
-        of_parts: gradients of neighbouring columns of the result, C in all; [N, C_i] each. A part
-            is convolved or not.
+        x: [N, C]; its first Dc columns are convolved.
+        of_parts: Gradients of adjacent groups of columns of the result, [N, C_i] each, C in all. A
+            group is either convolved or not.
         taps: [W, Dc], the last of which is the token's own.
-        position: int32 [N], of each token in its sequence.
+        position: int32 [N], the index of each token in its sequence.
     """
     require_hopper(OP, interpret=interpret)
     (tokens, columns), channels = x.shape, taps.shape[1]
@@ -65,7 +64,7 @@ def conv_gradient(
         raise Refusal(f"{OP}: no kernel has the gradient of {x.dtype} {x.shape}, {len(taps)} taps")
     of_parts = [part.astype(x.dtype) for part in of_parts]
     more = -tokens % TOKENS
-    if more:  # of padding nothing is added, as no gradient comes in
+    if more:  # padding adds nothing, as its gradient is 0
         x, *of_parts = (jnp.pad(each, ((0, more), (0, 0))) for each in (x, *of_parts))
         position = jnp.pad(position, (0, more))
     vector = next(n for n in (2, 1) if all(width % (n * THREADS) == 0 for width in widths))
@@ -134,7 +133,7 @@ def gradient_of_tokens(
         nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
 
         def one(place: Any, inputs: Any, of_y: Any, carry: Any) -> tuple[Any, jax.Array]:
-            """The next carry, and of_x of the token three before."""
+            """Returns the next carry, and of_x of the token three before."""
             before, waiting, sums = carry
             inputs = [*before, wide(inputs)]
             met = [place >= TAPS - 1 - j for j in range(TAPS - 1)]
@@ -159,7 +158,7 @@ def gradient_of_tokens(
 
         before = [wide(read(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
         carry = before, [nothing] * (TAPS - 1), [nothing] * TAPS
-        # The rows before are another block's.
+        # The rows before belong to another CTA.
         carry = some(0, carry, unwritten=TAPS - 1)
         carry = lax.fori_loop(1, TOKENS // TOGETHER, some, carry)
         for j, numbers in enumerate(carry[2]):

@@ -1,7 +1,7 @@
-"""Norms, rotation and cache write of new tokens' heads: a block of a warpgroup per token and head.
+"""Norms, rotation and cache write of new tokens' heads: a CTA of one warpgroup per token and head.
 
-A block has a query head, or a key head and its values; of 64 dims it has two heads, so that each
-thread has a number or two. What a row does not own in the cache is not touched.
+A CTA has a query head, or a key head and its values; with 64 dims it has two heads, so that each
+thread has one or two numbers. Nothing in the cache is touched that no row owns.
 
 Limits: D 64, 128 or 256, H and Hk even where D is 64; a cache of bfloat16, float16 or
 float8_e4m3fn. Reference: `jaxattn.gqa.gqa_append` (implementation="xla"); tests:
@@ -28,17 +28,17 @@ THREADS = 128
 
 
 def heads_together(head_dim: int) -> int:
-    """Heads of a block: as many as give each thread a number."""
+    """Returns the heads of a CTA: as many as give each thread a number."""
     return max(1, THREADS // head_dim)
 
 
 def line_width(head_dim: int) -> int:
-    """Numbers of a block, of one head or of several."""
+    """Returns the numbers of a CTA, those of one head or of several."""
     return head_dim * heads_together(head_dim)
 
 
 def refuse(op: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    """Raises `Refusal`, with the reason, where a kernel cannot divide the heads."""
+    """Raises `Refusal`, with the reason, if a kernel cannot divide the heads."""
     if head_dim not in (64, 128, 256):
         raise Refusal(f"{op}: the kernel has D 64, 128 or 256, got {head_dim}")
     together = heads_together(head_dim)
@@ -51,16 +51,16 @@ def refuse(op: str, heads: int, kv_heads: int, head_dim: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaAppendCta:
-    """What a block does with its references.
+    """A CTA of the append kernel.
 
     Attributes:
         q_len: S.
-        q_lines: blocks of a token that have queries; those behind them have keys and values.
+        q_lines: CTAs of a token that process queries; the CTAs after them process keys and values.
         head_dim: D.
-        rotated: of them, the first.
+        rotated: The number of rotated dims, the first ones of D.
         page_size: C.
-        stacked: whether weights are those of all layers.
-        dtype: of the queries that are returned.
+        stacked: Whether the weights are those of all layers.
+        dtype: The dtype of the returned queries.
     """
 
     q_len: int
@@ -79,15 +79,15 @@ class GqaAppendCta:
 
     @property
     def channel(self) -> Any:
-        """How a block's numbers lie in registers."""
+        """The register layout of a CTA's numbers."""
         return plgpu.Layout.WG_STRIDED((self.width,), vec_size=1)
 
     def run(self, *, layer_ref: Any, angles_ref: Any, weights_ref: Any, **refs: Any) -> None:
-        """`refs` are those of `queries` and of `key_and_value`."""
+        """Runs the CTA; `refs` are those of the queries, and of the keys and values."""
         token, line = lax.axis_index("token"), lax.axis_index("line")
         smem, width = refs["smem"], self.width
         which = layer_ref[0]
-        # A layer that the cache lacks is written nowhere; its queries have the nearest's weights.
+        # A layer that the cache lacks is not written; its queries use the nearest layer's weights.
         own = jnp.clip(which, 0, weights_ref.shape[0] - 1) if self.stacked else 0
         cosine = self.load(angles_ref.at[token, pl.ds(0, width)])
         sine = self.load(angles_ref.at[token, pl.ds(width, width)])
@@ -111,7 +111,7 @@ class GqaAppendCta:
         @pl.when(line >= self.q_lines)
         def _key_and_value() -> None:
             mine = line - self.q_lines
-            # Everything is read before anything waits: latencies run side by side.
+            # All loads are issued before the first use, so that their latencies overlap.
             key, value = (self.load(refs[name].at[token, mine]) for name in ("k_ref", "v_ref"))
             weight = weight_of(1)
             page, position, known = slot_mapping(
@@ -128,7 +128,7 @@ class GqaAppendCta:
     def write(
         self, place: tuple[Any, ...], mine: jax.Array, key: jax.Array, value: jax.Array, refs: Any
     ) -> None:
-        """A line's key and value to their place (layer, page, token of it)."""
+        """Writes a line's key and value to their place (layer, page, token in the page)."""
         cache, scale_ref = refs["cache_ref"], refs["scale_ref"]
         (layer, page, at), dims = place, pl.ds(mine * self.width, self.width)
         for kind, x in enumerate((key, value)):
@@ -142,7 +142,7 @@ class GqaAppendCta:
         return plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.channel)
 
     def per_head(self, values: list[jax.Array]) -> jax.Array:
-        """A number for each head of the block, for each of its dims."""
+        """Broadcasts one number per head of the CTA over the head's dims."""
         if len(values) == 1:
             return values[0]
         return jnp.where(self.dim_of_line() < self.head_dim, values[0], values[1])
@@ -159,8 +159,8 @@ class GqaAppendCta:
         return x * self.per_head(factors) * weight
 
     def turned(self, x: jax.Array, cosine: jax.Array, sine: jax.Array, smem: Any) -> jax.Array:
-        """To shared memory and back, the other dim of its pair comes to a thread: what lies outside
-        of the head, or has not been written, is never selected."""
+        """Returns the rotated dims. Shared memory brings the other dim of its pair to a thread:
+        numbers outside of the head, or not yet written, are never selected."""
         width, shift = self.width, 1 if self.interleaved else self.rotated // 2
         smem.at[pl.ds(width, width)][...] = x
         plgpu.commit_smem()
@@ -172,7 +172,8 @@ class GqaAppendCta:
         return jnp.where(place < self.rotated, x * cosine + partner * sine, x)
 
     def scale(self, scale_ref: Any, kind: int, line: jax.Array) -> jax.Array | None:
-        """Of the block's heads, for each of its dims; None where the cache has none."""
+        """Returns the scales of the CTA's heads, for each of its dims; None if the cache has no
+        scales."""
         if scale_ref is None:
             return None
         together = heads_together(self.head_dim)
@@ -206,7 +207,7 @@ def gqa_append_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """`jaxattn.gqa.gqa_append` on a Hopper GPU; arguments are documented there.
+    """`jaxattn.gqa.gqa_append` on a Hopper GPU, with the same arguments.
 
     `kv_scale` is float32 [2, Hk] with a float8_e4m3fn cache, and None with others.
     """
@@ -260,12 +261,12 @@ def launch_append(
     interpret: bool,
     detect_races: bool,
 ) -> list[jax.Array]:
-    """The queries [B, S, H, D]; keys and values go to `cache_ref` [L, N, ..].
+    """Writes keys and values to `cache_ref` [L, N, ..], and returns the queries [B, S, H, D].
 
     Args:
-        make: the block, of the fields of `GqaAppendCta`.
-        lines: of shared memory, float32, of which the first three are for the rotation.
-        gates: q has those of each head behind its queries, and they come second.
+        make: Creates the CTA from the fields of `GqaAppendCta`.
+        lines: Lines of shared memory, float32; the first three are for the rotation.
+        gates: Whether q has the gates of each head after its queries. They are the second result.
     """
     batch, q_len, heads, of_head = q.shape
     kv_heads, dim = k.shape[2:]
@@ -276,7 +277,7 @@ def launch_append(
     q_lines, kv_lines, rotated = heads // together, kv_heads // together, angles.shape[-1] // 2
 
     def of_line(some: jax.Array) -> jax.Array:
-        """Numbers of the rotated dims, for all of a block's."""
+        """Extends numbers of the rotated dims to all dims of a CTA."""
         some = jnp.pad(some.reshape(tokens, rotated), ((0, 0), (0, dim - rotated)))
         return jnp.tile(some, (1, together))
 
@@ -304,7 +305,7 @@ def launch_append(
     out = launch(
         block.run,
         name=name,
-        # The last axis is the one that may have more than 65,535 blocks.
+        # The last axis is the one that may have more than 65,535 CTAs.
         grid={"line": q_lines + kv_lines, "token": tokens},
         inputs={**inputs, "cache_ref": cache_ref},
         outputs={

@@ -12,24 +12,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal, traced_for_hopper
 
-# Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may cut a row
-# elsewhere, and round its result otherwise.
+# Streaming multiprocessors of an H200 or an H100 SXM. With another number MLA decode may split a
+# row elsewhere, and its result may round differently.
 NUM_SMS = 132
-# Clusters of so many blocks that run at a time, a block on a multiprocessor: a cluster has to fit
-# in one of the groups of multiprocessors, which are of 10 to 18.
+# The number of clusters of each size that run at a time, with one CTA per multiprocessor. A cluster
+# has to fit in one of the groups of multiprocessors (GPCs), which have 10 to 18.
 CLUSTERS_AT_A_TIME = {1: NUM_SMS, 2: 64, 3: 40, 4: 28, 8: 12}
-# Shared memory of a multiprocessor in bytes, of which each block has 1 KiB that is not its own.
+# Bytes of shared memory of a multiprocessor; the system reserves 1 KiB of it for each CTA.
 SHARED_BYTES, RESERVED_BYTES = 228 * 1024, 1024
-# Of shared memory that Mosaic gives a block: where each array begins, and what a barrier takes.
+# Mosaic's allocation of a CTA's shared memory: the alignment of each array, and the bytes of a
+# barrier.
 SHARED_ALIGNMENT, MBARRIER_BYTES = 1024, 8
-# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion,
-# which has no updates: 12.9.1, the last of CUDA 12, is 12090 there too. jax's own attention_mgpu
-# refuses the same range.
+# CUDA toolkits whose ptxas miscompiles masked kernels, as [first, last) of cudaRuntimeGetVersion.
+# This version does not contain updates: 12.9.1, the last of CUDA 12, is also 12090. The
+# attention_mgpu of jax itself refuses the same range.
 MISCOMPILING_CUDA = (12080, 12091)
 
 
 def require_hopper(op: str, *, interpret: bool) -> None:
-    """Refuses, by `Refusal` with the reason, where the kernel cannot run."""
+    """Raises `Refusal`, with the reason, if the kernel cannot run."""
     if interpret or traced_for_hopper.value:
         return
     backend = jax.default_backend()
@@ -54,14 +55,15 @@ def require_hopper(op: str, *, interpret: bool) -> None:
         )
 
 
-# Of the PTX that CUDA 12.8's assembler takes, 12.6's 85. From here on it copies one piece of global
-# memory to shared memory as Mosaic asks for it: where no box of a tensor is wanted.
+# A PTX version that CUDA 12.8's assembler accepts; that of 12.6 accepts 85. From this version on,
+# the assembler supports Mosaic's copies of one contiguous piece of global memory to shared memory,
+# which need no box of a tensor.
 PTX_OF_PLAIN_COPIES = 86
 
 
 @functools.cache
 def plain_copies() -> bool:
-    """Whether this machine's assembler knows them; where nothing is assembled, yes."""
+    """Whether this machine's assembler supports such copies; True where nothing is assembled."""
     try:
         from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext
     except ImportError:  # no plugin for a GPU
@@ -72,9 +74,10 @@ def plain_copies() -> bool:
 
 @functools.cache
 def cache_ptxas_version() -> None:
-    """Keeps the assembler's version, for which Mosaic starts a program each time it asks.
+    """Caches the assembler's version, for which Mosaic otherwise starts a process each time it
+    asks.
 
-    It asks at each conversion from or to 8 bits and fewer, and holds Python's lock meanwhile.
+    Mosaic asks at each conversion from or to 8 bits and fewer, and holds Python's lock meanwhile.
     """
     with contextlib.suppress(ImportError, AttributeError):  # no plugin for a GPU, or another JAX
         from jax._src.lib.mosaic_gpu import _mosaic_gpu_ext
@@ -84,7 +87,7 @@ def cache_ptxas_version() -> None:
 
 
 def shared_bytes(scratch: Iterable[Any]) -> int:
-    """Bytes of shared memory that Mosaic allocates for a block's arrays and barriers.
+    """Returns the bytes of shared memory that Mosaic allocates for a CTA's arrays and barriers.
 
     Args:
         scratch: `plgpu.SMEM`, `plgpu.RefUnion`, `plgpu.Barrier` and `plgpu.ClusterBarrier`.

@@ -1,7 +1,7 @@
-"""Sums over K of products with weights of 4 bits, whose tiles come through a ring of copies.
+"""A mainloop over K with 4-bit weights, whose tiles come through a ring of pipeline stages.
 
-A step of K is some tiles of a row of them. Scales are multiplied in as a warpgroup widens its tiles
-(four_bit_operands.py), so sums stay in registers over all of K.
+A step of K is a few consecutive tiles of a row of tiles. A warpgroup applies the scales as it
+widens its tiles (four_bit_operands.py), so the accumulators stay in registers over all of K.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
 from jaxattn.kernels.hopper.fp8_operands import plain_product
 
-MMA_COLUMNS = 32  # up to which single warps' mma is faster than wgmma
+MMA_COLUMNS = 32  # up to this many columns, mma of single warps is faster than wgmma
 
 
 def lines_of_step(form: FourBitFormat, depth: int) -> int:
-    """Of so many numbers of K."""
+    """Returns the lines of a step with `depth` numbers of K."""
     return depth // form.columns * form.tile_bytes // LINE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FourBitMainloop:
-    """Sums of a warpgroup.
+    """The accumulation of one warpgroup.
 
     Attributes:
-        form: of the weights.
-        dtype: of the tokens.
-        columns: N, tokens.
-        arrived: makes of a step its place in the ring, once it is loaded.
-        tiles: of such a place the tiles of each of the warpgroup's parts, [lines, 128].
-        tokens: the tokens of all places, [stage, tile, N, columns of a tile].
-        read: barriers that say that a place has been read.
+        form: The format of the weights.
+        dtype: The dtype of the tokens.
+        columns: N, the number of tokens.
+        arrived: Waits for a step's stage to be loaded, and returns its index.
+        tiles: Returns the tiles in such a stage for each of the warpgroup's parts, [lines, 128].
+        tokens: The tokens of all stages, [stage, tile, N, columns of a tile].
+        read: The empty barriers of the stages.
     """
 
     form: FourBitFormat
@@ -51,10 +51,10 @@ class FourBitMainloop:
     interpret: bool
 
     def __call__(self, steps: Any, done: Any) -> list[jax.Array]:
-        """Of each part, [64, N] over so many steps.
+        """Returns, for each part, the sums [64, N] over `steps` steps.
 
         Args:
-            done: steps before the first.
+            done: The steps before the first.
         """
         if self.interpret:
             sums = self._plain_sums
@@ -69,7 +69,7 @@ class FourBitMainloop:
 
     @property
     def _places(self) -> range:
-        """Tiles of a step."""
+        """The tiles of a step."""
         return range(self.tokens.shape[1])
 
     def _weights(self, tiles: Any, place: int) -> jax.Array:
@@ -84,7 +84,7 @@ class FourBitMainloop:
         return [zero] * self._parts
 
     def _by_mma(self, steps: Any, done: Any) -> list[jax.Array]:
-        """Of few tokens."""
+        """Accumulates by mma, for few tokens."""
 
         def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
             slot = self.arrived(done + s)
@@ -117,7 +117,7 @@ class FourBitMainloop:
         return pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * self._parts)
 
     def _plain_sums(self, steps: Any, done: Any) -> list[jax.Array]:
-        """In the interpreter, whose wgmma takes nothing from registers."""
+        """Accumulates in the interpreter, whose wgmma takes no register operand."""
 
         def step(s: Any, totals: list[jax.Array]) -> list[jax.Array]:
             slot = self.arrived(done + s)
@@ -127,7 +127,7 @@ class FourBitMainloop:
                     total + plain_product(self._weights(tiles, place), tokens)
                     for total, tiles in zip(totals, self.tiles(slot), strict=True)
                 ]
-            plgpu.commit_smem()  # a fence between a load and the next copy to its place
+            plgpu.commit_smem()  # fence between these loads and the next copy to the stage
             plgpu.barrier_arrive(self.read.at[slot])
             return totals
 

@@ -1,7 +1,7 @@
-"""Weights of 4 bits, in tiles of shared memory, as the left operand of wgmma in registers.
+"""4-bit weights, in tiles of shared memory, as the left operand of wgmma in registers.
 
-`core.numerics.four_bit_tiles` says how a tile lies. A thread takes 64 columns of both its rows by
-one load of 16 bytes, and makes two numbers of 16 bits of each pair of codes:
+`core.numerics.four_bit_tiles` defines the layout of a tile. A thread loads 64 columns of both its
+rows by one load of 16 bytes, and converts each pair of codes to two 16-bit numbers:
 
     MXFP4    the bits of a code are moved to where the dtype has exponent and mantissa, which makes
              it 2**-126 (float16: 2**-14) times itself, and it is multiplied by the scale and by the
@@ -13,8 +13,9 @@ one load of 16 bytes, and makes two numbers of 16 bits of each pair of codes:
     INT4     else the code is or-ed to the mantissa of 128 (float16: 1,024); of the sum 128 and the
              zero point are taken off, which is exact, and the difference is multiplied by the scale
 
-So a number is rounded once, as `four_bit_tiles.dequantize` rounds it. A float16 scale is two
-bfloat16 numbers, of which the lower one's product is exact and is added by the rounding one.
+A number is thus rounded once, as `four_bit_tiles.dequantize` rounds it. A float16 scale is split
+into two bfloat16 numbers; the product with the lower one is exact, and the rounding multiply-add
+adds it.
 """
 
 from collections.abc import Sequence
@@ -53,24 +54,24 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-LINE = 128  # bytes; tiles lie in shared memory as rows of so many
-HALVES = 0x00010001  # a number of 16 bits, twice
+LINE = 128  # bytes; the rows of tiles in shared memory
+HALVES = 0x00010001  # multiplied by a 16-bit number: that number twice
 SHRUNK = 64
 
 
 def serves(form: FourBitFormat, dtype: DTypeLike) -> bool:
     """Whether numbers of the format become the dtype's with one rounding."""
     if jnp.dtype(dtype) == jnp.float16:
-        return form.scale != "bfloat16"  # whose exponents float16 has not
+        return form.scale != "bfloat16"  # whose exponents do not fit float16
     return jnp.dtype(dtype) == jnp.bfloat16
 
 
 def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool) -> jax.Array:
-    """A tile's numbers [64, columns] in `dtype`, as wgmma takes them from registers; they are
+    """Returns a tile's numbers [64, columns] in `dtype`, as register operands of wgmma; they are
     `shrunk` times the weights.
 
     Args:
-        tile: its bytes in shared memory, [lines, 128].
+        tile: The tile's bytes in shared memory, [lines, 128].
     """
     if interpret:
         wide = dequantize(tile[...].reshape(1, 1, form.tile_bytes), form, dtype)
@@ -87,7 +88,7 @@ def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
 
 
 def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
-    """A power of two: what widened numbers are times the weights."""
+    """Returns the factor of widened numbers relative to the weights, a power of two."""
     small = form.kind == "mxfp4" or _by_multiply_add(form)
     return 2.0**-SHRUNK if small and not _half(dtype) else 1.0
 
@@ -95,14 +96,14 @@ def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
 def accumulated(
     total: jax.Array, tiles: Any, tokens: Sequence[Any], form: FourBitFormat
 ) -> jax.Array:
-    """total [64, N] + the product of tiles and tokens, by mma of single warps.
+    """Returns total [64, N] + the product of tiles and tokens, by mma of single warps.
 
     wgmma of few columns takes as long as of 32 and more.
 
     Args:
         total: float32, in wgmma's layout.
-        tiles: some that follow one another, [lines, 128].
-        tokens: of each tile [N, columns], swizzled.
+        tiles: Consecutive tiles, [lines, 128].
+        tokens: The tokens [N, columns] of each tile, swizzled.
     """
     count = len(tokens)
     dtype, columns = tokens[0].dtype, total.shape[1]
@@ -135,10 +136,10 @@ def accumulated(
 
 
 class TokenRows:
-    """The right operand of a warp's mma, out of tokens [N, columns] that are swizzled.
+    """The right operand of a warp's mma, from swizzled tokens [N, columns].
 
-    Eight tokens and 64 columns are 1,024 bytes, and chunk c of row i is at c ^ i. Lane 8 m + i says
-    where row i of the matrix m lies, of 8 columns.
+    Eight tokens and 64 columns are 1,024 bytes, and chunk c of row i is at c ^ i. Lane 8 m + i
+    holds the address of row i, of 8 columns, of the matrix m.
     """
 
     def __init__(self) -> None:
@@ -149,7 +150,7 @@ class TokenRows:
         self.places = [plus(times(row, LINE), times(each, 16)) for each in halves]
 
     def load(self, tokens: Any, group: int, unit: int, columns: int) -> list[Any]:
-        """Four words: of 8 tokens, of 32 columns those of both steps of 16."""
+        """Loads four words: for 8 tokens and 32 columns, those of both steps of 16."""
         tile = group * (columns // UNIT) + unit // 2
         begin = llvm.ptrtoint(i32(), pointer(tokens, self.places[unit % 2], 1024 * tile))
         code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -157,7 +158,7 @@ class TokenRows:
 
 
 def _by_multiply_add(form: FourBitFormat) -> bool:
-    """Whether 8 * scale is a number of the scales' dtype, which is that of the tokens too."""
+    """Whether 8 * scale is a number of the scales' dtype, which is also the tokens' dtype."""
     return form.kind == "int4" and form.scale == "bfloat16" and not form.zeros
 
 
@@ -166,7 +167,7 @@ def _half(dtype: DTypeLike) -> bool:
 
 
 def _loaded(tiles: Any, form: FourBitFormat, fixed: int) -> tuple[list[Any], list[Any]]:
-    """The thread's words of codes, and of scales, of the tile that begins at byte `fixed`."""
+    """Loads the thread's words of codes, and of scales, of the tile that begins at byte `fixed`."""
     place = WarpgroupThread()
     at = times(place.index, 16)
     codes: list[Any] = []
@@ -179,7 +180,7 @@ def _loaded(tiles: Any, form: FourBitFormat, fixed: int) -> tuple[list[Any], lis
 def _numbers(
     loaded: tuple[list[Any], list[Any]], form: FourBitFormat, dtype: DTypeLike
 ) -> list[Any]:
-    """Words of two numbers, in the order of wgmma's left operand."""
+    """Returns words of two numbers, in the order of wgmma's left operand."""
     kind = Float16Codes() if _half(dtype) else Bfloat16Codes()
     codes, words = loaded
     scales, found = _scales(words, form, kind), []
@@ -191,7 +192,7 @@ def _numbers(
 
 
 def _scales(words: list[Any], form: FourBitFormat, kind: Any) -> list[list[Any]]:
-    """Of each group and row what `numbers` multiplies by, and takes off before."""
+    """Returns, for each group and row, the factors and the zero points of `numbers`."""
     found = []
     for group in range(form.columns // form.group):
         rows = []
@@ -210,13 +211,13 @@ def _scales(words: list[Any], form: FourBitFormat, kind: Any) -> list[list[Any]]
 
 
 class Bfloat16Codes:
-    """Two bfloat16 numbers of two codes, a word."""
+    """The conversion of two codes to two bfloat16 numbers in a word."""
 
     place, type = 6, "bf16x2"  # of a code's lowest bit in the number
     base, eight = 0x4300 * HALVES, 0x4308 * HALVES  # 128 and 136
 
     def numbers(self, codes: Any, scale: Any, form: FourBitFormat) -> list[Any]:
-        """Four pairs, of a word of codes."""
+        """Returns four pairs of numbers from a word of codes."""
         if form.kind == "mxfp4":
             return [self.powered(each, scale) for each in self.moved(codes)]
         factors, zero = scale
@@ -230,7 +231,7 @@ class Bfloat16Codes:
         return found
 
     def multiplied_and_added(self, codes: Any, factors: tuple[Any, ...]) -> list[Any]:
-        """A number's eight lowest bits are an integer times 2**-133, whatever its exponent's is."""
+        """A number's eight lowest bits are an integer times 2**-133, whatever its exponent."""
         *powers, eight = factors
         code, found = f"fma.rn.{self.type} $0, $1, $2, $3;", []
         for j in range(4):
@@ -239,7 +240,7 @@ class Bfloat16Codes:
         return found
 
     def moved(self, codes: Any) -> list[Any]:
-        """MXFP4's bits in the places of this dtype."""
+        """Moves MXFP4's bits to the positions of this dtype."""
         found = []
         for j in range(4):
             size, sign = self.place - 3 * j, 15 - SIGNS[j]
@@ -255,17 +256,17 @@ class Bfloat16Codes:
         return asm_word(f"mul.rn.{self.type} $0, $1, $2;", x, y, movable=True)
 
     def power(self, words: Any, place: int) -> Any:
-        """2**(byte - 127 + 126 - SHRUNK), twice."""
+        """Returns 2**(byte - 127 + 126 - SHRUNK), twice in a word."""
         twice = _permuted(words, (0x4040, 0x4141, 0x4242, 0x4343)[place])
         return plus(times(twice, 128), word((126 - SHRUNK << 7) * HALVES))
 
     def powered(self, x: Any, power: Any) -> Any:
-        """Moved codes, times the power."""
+        """Returns moved codes times the power."""
         return self.product(x, power)
 
     def factors(self, scale: Any, form: FourBitFormat) -> tuple[Any, ...]:
-        """Of a scale, twice in a word, the numbers that sum up to it."""
-        if _by_multiply_add(form):  # of codes in the lowest bits, 4 bits above, and their 8
+        """Returns the numbers that sum up to a scale, each twice in a word."""
+        if _by_multiply_add(form):  # for codes in the lowest bits and 4 bits above, and their 8
             made = (2.0 ** (133 - SHRUNK), 2.0 ** (129 - SHRUNK), -(2.0 ** (3 - SHRUNK)))
             return tuple(self.product(scale, word(_twice(each))) for each in made)
         if form.scale == "bfloat16":
@@ -281,7 +282,7 @@ class Bfloat16Codes:
         if len(factors) == 1:
             return self.product(x, factors[0])
         high, low = factors
-        least = self.product(x, low)  # a number of 4 bits times one of 3
+        least = self.product(x, low)  # 4 bits times 3 bits
         return asm_word(f"fma.rn.{self.type} $0, $1, $2, $3;", x, high, least, movable=True)
 
     def base_and(self, zero: Any) -> Any:
@@ -289,14 +290,14 @@ class Bfloat16Codes:
 
 
 class Float16Codes(Bfloat16Codes):
-    """Two float16 numbers of two codes."""
+    """The conversion of two codes to two float16 numbers in a word."""
 
     place, type = 9, "f16x2"
     up = 0x7400 * HALVES  # 2**14
     base, eight = 0x6400 * HALVES, 0x6408 * HALVES  # 1,024 and 1,032
 
     def power(self, words: Any, place: int) -> Any:
-        """2**(byte - 127), twice; 0 and inf where float16 has no such power."""
+        """Returns 2**(byte - 127), twice; 0 and inf where float16 has no such power."""
         byte = arith.andi(arith.shrui(words, word(8 * place)), word(0xFF))
         code = (
             "{ .reg .f32 a; .reg .b16 x; .reg .b32 b; shl.b32 b, $1, 23; max.u32 b, b, 0x400000; "
@@ -312,19 +313,19 @@ class Float16Codes(Bfloat16Codes):
 
 
 def _shifted(x: Any, by: int) -> Any:
-    """To the left, or to the right where it is below 0."""
+    """Shifts to the left, or to the right if `by` is negative."""
     if by == 0:
         return x
     return arith.shli(x, word(by)) if by > 0 else arith.shrui(x, word(-by))
 
 
 def _twice(x: float) -> int:
-    """A bfloat16 number, twice in a word."""
+    """Returns a bfloat16 number, twice in a word."""
     return int(np.float32(x).view(np.uint32) >> 16) * HALVES
 
 
 def _and_or(x: Any, mask: int, base: int) -> Any:
-    """(x & mask) | base in one instruction, which LLVM's two do not become."""
+    """Returns (x & mask) | base by one instruction, into which LLVM does not merge its two."""
     return asm_word("lop3.b32 $0, $1, $2, $3, 0xEA;", x, word(mask), word(base), movable=True)
 
 

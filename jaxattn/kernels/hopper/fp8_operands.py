@@ -1,13 +1,13 @@
 """FP8 weights, in shared memory as they are stored, as the left operand of wgmma in registers.
 
-A tile [64, 128] has rows of 128 bytes, chunks of 16 swizzled: chunk c of row i is at c ^ (i % 8).
-Warp w, lane 4 g + t has of each step of 16 columns the rows 16 w + g and 8 below, and columns 2 t
-and 2 t + 1, and 8 behind: two bytes a load, of which the warp's lie in banks of their own. Columns
-that are stored in pairs (`interleave_columns`) are four bytes a load.
+A tile [64, 128] has rows of 128 bytes in swizzled chunks of 16: chunk c of row i is at c ^ (i % 8).
+In each step of 16 columns, warp w, lane 4 g + t has the rows 16 w + g and 8 below. Its columns are
+2 t and 2 t + 1, and those 8 further on. That is two bytes per load, and a warp's loads hit
+different banks. Columns stored in pairs (`interleave_columns`) take four bytes per load.
 
-float16 has e4m3's numbers by one conversion. For bfloat16 the bits of an e4m3 number are moved to
-where bfloat16 has them, which makes it 2**-120 times itself, and it is multiplied by 2**120: both
-are exact, subnormal numbers included. The two NaN of e4m3 become 480, which no other number is.
+One conversion turns e4m3 into float16. For bfloat16 the bits of an e4m3 number are moved to
+bfloat16's positions, which makes it 2**-120 times itself, and it is multiplied by 2**120. Both are
+exact, subnormal numbers included. The two NaN of e4m3 become 480, which no other number is.
 """
 
 from collections.abc import Iterator
@@ -34,17 +34,17 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-ROWS = 64  # that one wgmma multiplies
-# A tile's rows are as wide as the swizzle. (A tiling would want a tile of 8 rows of them.)
+ROWS = 64  # rows of one wgmma
+# A tile's rows are as wide as the swizzle. (A tiling would need a tile of 8 rows of them.)
 SWIZZLED = (plgpu.SwizzleTransform(BLOCK),)  # type: ignore[abstract]
-HALF_WARP = 8 * BLOCK  # bytes from a row to that 8 below
-# Of a word whose lower half has two e4m3 numbers: each in the lower byte of a half, its sign in all
-# of the upper one.
+HALF_WARP = 8 * BLOCK  # bytes from a row to the one 8 below
+# For a word whose lower half has two e4m3 numbers: each goes to the lower byte of a half, with its
+# sign in all bits of the upper byte.
 SPREAD = (
     "{ .reg .b32 x; prmt.b32 x, $1, 0, 0x9180; shl.b32 x, x, 4; and.b32 x, x, 0x87f087f0; "
     "mul.rn.bf16x2 $0, x, $2; }"
 )
-# The same of the bytes 0 and 2 of a word, and of its bytes 1 and 3, up to the multiplication.
+# The same for the bytes 0 and 2 of a word, and for its bytes 1 and 3, up to the multiplication.
 EVEN = (
     "{ .reg .b32 x, y; shl.b32 x, $1, 8; shl.b32 y, $1, 4; and.b32 y, y, 0x07f007f0; "
     "and.b32 x, x, 0x80008000; or.b32 "
@@ -54,33 +54,34 @@ ODD = (
     "and.b32 x, $1, 0x80008000; or.b32 "
 )
 MOVED, MULTIPLIED = "$0, x, y; }", "x, x, y; mul.rn.bf16x2 $0, x, $2; }"
-# Of the bytes 0 and 2, or 1 and 3.
+# Selectors of the bytes 0 and 2, or 1 and 3.
 SELECTED = {EVEN: 0x2020, ODD: 0x3131}
-TWO_TO_120 = 0x7B807B80  # as bfloat16, twice
+TWO_TO_120 = 0x7B807B80  # in bfloat16, twice
 
 
 def widened(
     tile: Any, dtype: Any, first: int = 0, width: int = BLOCK, *, paired: bool = False
 ) -> jax.Array:
-    """The tile's columns [64, width] from `first` on in `dtype`, as wgmma takes them from
-    registers.
+    """Returns the tile's columns [64, width] from `first` on in `dtype`, as register operands of
+    wgmma.
 
     Args:
-        paired: the columns are stored in pairs.
+        paired: Whether the columns are stored in pairs.
     """
     return _made(_of_pairs if paired else _of_columns, tile, dtype, first, width)
 
 
 def moved(tile: Any, dtype: Any) -> jax.Array:
-    """The tile [64, 128], columns in pairs, half way to `widened`; `multiplied` is the rest.
+    """Returns the tile [64, 128], with columns in pairs, after the first half of `widened`;
+    `multiplied` is the rest.
 
-    Registers of wgmma must not be made while it runs. These are others.
+    The operand registers of a wgmma must not be written while it runs. These are other registers.
     """
     return _made(partial(_of_pairs, half_way=True), tile, dtype, 0, BLOCK)
 
 
 def multiplied(numbers: jax.Array) -> jax.Array:
-    """What `widened` gives, of `moved` numbers."""
+    """Returns the result of `widened` from `moved` numbers."""
     half, layout = numbers.dtype == jnp.float16, plgpu.Layout.WGMMA
 
     def run(_: Any, x: Any) -> Any:
@@ -96,7 +97,7 @@ def multiplied(numbers: jax.Array) -> jax.Array:
 
 
 def plain_product(weights: jax.Array, tokens: jax.Array) -> jax.Array:
-    """A step's product in the interpreter, whose wgmma takes nothing from registers."""
+    """Returns a step's product in the interpreter, whose wgmma takes no register operand."""
     exact = lax.Precision.HIGHEST
     return jnp.dot(weights.astype(jnp.float32), tokens.astype(jnp.float32).T, precision=exact)
 
@@ -123,7 +124,7 @@ def _widened(words: Any, tile: Any, half: bool, steps: range) -> Any:
 
 
 def _of_columns(tile: Any, at: Any, half: bool) -> Iterator[Any]:
-    """The thread's words of a step: two columns of both rows, then those 8 behind."""
+    """Yields the thread's words of a step: two columns of both rows, then those 8 further on."""
     for columns in range(2):
         for rows in range(2):
             two = _two_bytes(tile, at, 8 * columns + HALF_WARP * rows)
@@ -131,7 +132,7 @@ def _of_columns(tile: Any, at: Any, half: bool) -> Iterator[Any]:
 
 
 def _of_pairs(tile: Any, at: Any, half: bool, half_way: bool = False) -> Iterator[Any]:
-    """The same words of columns in pairs."""
+    """Yields the same words, from columns stored in pairs."""
     both = [load(tile, at, HALF_WARP * rows, 1)[0] for rows in range(2)]
     for code in (EVEN, ODD):
         for four in both:
@@ -145,7 +146,7 @@ def _of_pairs(tile: Any, at: Any, half: bool, half_way: bool = False) -> Iterato
 
 
 def _two_bytes(tile: Any, offset: Any, fixed: int) -> Any:
-    """In the lower half of a word."""
+    """Loads two bytes into the lower half of a word."""
     (two,) = load(tile, offset, fixed, 1, ir.IntegerType.get_signless(16))
     return arith.extui(i32(), two)
 

@@ -1,4 +1,4 @@
-"""Instructions that Pallas has no operation for, and what the interpreter runs instead."""
+"""Instructions that Pallas has no operation for, and their stand-ins in the interpreter."""
 
 from typing import Any
 
@@ -13,18 +13,19 @@ from jaxattn.kernels.hopper.ptx import asm
 
 
 def swizzled(dtype: DTypeLike, width: int = 128) -> Any:
-    """The shared-memory layout that TMA and wgmma agree on: tiles of 8 rows of `width` bytes."""
+    """Returns the shared-memory layout that TMA and wgmma share: tiles of 8 rows of `width`
+    bytes."""
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     return (tiling, plgpu.SwizzleTransform(width))  # type: ignore[abstract]
 
 
 def warpgroup_barrier(*, interpret: bool) -> None:
-    """A warpgroup's warps wait for each other, and see what the others stored in shared memory.
+    """Synchronizes a warpgroup's warps; each then sees what the others stored in shared memory.
 
-    `plgpu.commit_smem` also makes that visible to TMA and wgmma, by a fence that waits for all of
-    a thread's loads and stores of global memory as well.
+    `plgpu.commit_smem` also makes these stores visible to TMA and wgmma, by a fence that also waits
+    for all of a thread's loads and stores of global memory.
     """
-    if interpret:  # which knows no other way
+    if interpret:  # which has no other way
         plgpu.commit_smem()
         return
 
@@ -36,10 +37,10 @@ def warpgroup_barrier(*, interpret: bool) -> None:
 
 
 def fence_proxy_async(*, interpret: bool) -> None:
-    """What a thread stored in shared memory is seen by TMA and wgmma of whoever waits for the
-    barrier that the thread, as all of its warpgroup, arrives at next.
+    """Makes a thread's stores to shared memory visible to the async proxy (TMA and wgmma) of
+    whoever waits for the barrier at which the thread, with all of its warpgroup, arrives next.
 
-    `plgpu.commit_smem` has the warpgroup's warps wait for each other as well.
+    `plgpu.commit_smem` also synchronizes the warpgroup's warps.
     """
     if interpret:
         plgpu.commit_smem()
@@ -53,9 +54,9 @@ def fence_proxy_async(*, interpret: bool) -> None:
 
 
 def issue_loads(*, interpret: bool) -> None:
-    """Loads of memory above this line are under way before anything below it waits for one.
+    """Ensures that the loads above this line are in flight before anything below it waits for one.
 
-    ptxas moves a load down to its use, behind what waits for others, but not past a loop. This one
+    ptxas moves a load down to its use, past waits for other loads, but not past a loop. This loop
     ends at once: it waits for the clock not to be 0.
     """
     if interpret:
@@ -72,10 +73,10 @@ def issue_loads(*, interpret: bool) -> None:
 
 
 def pin_value(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
-    """x, made before whatever waits for other threads behind this line.
+    """Returns x, computed before anything after this line waits for other threads.
 
-    Left to itself, ptxas makes a number where it is needed, and thus behind a wait in which there
-    would have been the time for it. It does not move the shuffle here, which moves nothing.
+    Left to itself, ptxas computes a number where it is used, and thus after a wait that could have
+    hidden the work. It does not move the shuffle here, which moves nothing.
     """
     if interpret:
         return x
@@ -88,15 +89,16 @@ def pin_value(x: jax.Array, layout: Any, *, interpret: bool) -> jax.Array:
 
 
 def wgmma(accumulator: jax.Array | None, a: Any, b: Any, *, shape: Any, interpret: bool) -> Any:
-    """`accumulator + a @ b` in float32 on the tensor cores, finished on return.
+    """Returns `accumulator + a @ b` in float32 from the tensor cores, after waiting for the result.
 
     Args:
-        accumulator: a value in the WGMMA layout, or `None` for zero.
-        a: shared memory [M, K].
-        b: shared memory [K, N].
+        accumulator: A value in the WGMMA layout, or `None` for zero.
+        a: Shared memory [M, K].
+        b: Shared memory [K, N].
         shape: (M, N).
-        interpret: JAX 0.11.2's interpreter knows neither `wgmma` under `pl.run_state` nor a store
-            to an accumulator: there the product goes to an accumulator of its own and is added.
+        interpret: Whether the interpreter runs it. That of JAX 0.11.2 supports neither `wgmma`
+            under `pl.run_state` nor a store to an accumulator: the product goes to an accumulator
+            of its own and is added.
     """
 
     def product(ref: Any) -> Any:

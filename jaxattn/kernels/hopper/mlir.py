@@ -1,6 +1,6 @@
-"""The compiler's own modules, for instructions that Pallas has no word for.
+"""The compiler's own modules, for instructions that Pallas has no operation for.
 
-JAX promises nothing about them: whatever breaks with a new JAX, breaks in what is imported here.
+JAX makes no promises about them: incompatibilities with a new JAX appear in the imports here.
 """
 
 from jax.experimental.mosaic import gpu as mgpu

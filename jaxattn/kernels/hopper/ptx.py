@@ -1,7 +1,9 @@
-"""Single registers of a thread, for what Pallas has no operation for: words, PTX, fragments.
+"""Access to single registers of a thread, for what Pallas has no operation for: words, PTX,
+fragments.
 
-All of it runs inside `plgpu.inline_mgpu`, where an array is a `FragmentedArray`: the registers that
-the thread has of it, each an MLIR value, mostly a vector of two numbers. A word is an int32 value.
+All functions run inside `plgpu.inline_mgpu`, where an array is a `FragmentedArray`: the registers
+that the thread holds of it. Each register is an MLIR value, mostly a vector of two numbers. A word
+is an int32 value.
 """
 
 from collections.abc import Callable
@@ -24,17 +26,17 @@ def f32() -> Any:
 
 
 def word(value: int) -> Any:
-    """A constant, of 0 to 2**32 - 1 or negative."""
+    """Returns a constant word, from 0 to 2**32 - 1 or negative."""
     return mgpu.c(value - 2**32 if value >= 2**31 else value, i32())
 
 
 def number(value: float) -> Any:
-    """A float32 constant."""
+    """Returns a float32 constant."""
     return mgpu.c(value, f32())
 
 
 def plus(*terms: Any) -> Any:
-    """The sum of words."""
+    """Returns the sum of words."""
     total = terms[0]
     for term in terms[1:]:
         total = arith.addi(total, term)
@@ -42,12 +44,13 @@ def plus(*terms: Any) -> Any:
 
 
 def times(x: Any, by: int) -> Any:
-    """A word times a constant."""
+    """Returns a word times a constant."""
     return arith.muli(x, word(by))
 
 
 class WarpgroupThread:
-    """The thread's place: `index` in its warpgroup, `warp` of it, and lane 4 `g` + `t`."""
+    """The thread's position: `index` in its warpgroup, the index `warp` of its warp, and lane 4
+    `g` + `t`."""
 
     def __init__(self) -> None:
         index = utils.thread_idx()
@@ -58,33 +61,34 @@ class WarpgroupThread:
 
 
 def single(scalar: Any) -> Any:
-    """The value of a scalar that `inline_mgpu` was given by the layout WG_SPLAT."""
+    """Returns the value of a scalar that `inline_mgpu` was given in the layout WG_SPLAT."""
     return scalar.registers.item()
 
 
 def joined(values: list[Any]) -> Any:
-    """A vector of values of one type."""
+    """Returns a vector of values of one type."""
     return vector.from_elements(ir.VectorType.get((len(values),), values[0].type), values)
 
 
 def pairs(values: list[Any]) -> list[Any]:
-    """Vectors of two, as most fragments have them."""
+    """Returns vectors of two, as most fragments consist of."""
     return [joined(values[i : i + 2]) for i in range(0, len(values), 2)]
 
 
 def element(of: Any, index: int) -> Any:
-    """A vector's element."""
+    """Returns a vector's element."""
     return vector.extract(of, [], [index])
 
 
 def fragmented(registers: Any, shape: tuple[int, ...], layout: Any) -> Any:
-    """The array [*shape] of which the thread has these registers, in the layout's order."""
+    """Returns the array [*shape] of which the thread holds these registers, in the layout's
+    order."""
     registers = np.array(list(registers), dtype=object).reshape(layout.registers_shape(shape))
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def pointer(ref: Any, offset: Any, fixed: int = 0) -> Any:
-    """To what lies `offset` + `fixed` bytes behind the beginning of `ref`; in global memory the
+    """Returns a pointer `offset` + `fixed` bytes after the beginning of `ref`; in global memory the
     offset may have 64 bits."""
     byte = ir.IntegerType.get_signless(8)
     place = utils.memref_ptr(ref)
@@ -95,13 +99,13 @@ def pointer(ref: Any, offset: Any, fixed: int = 0) -> Any:
 
 
 def load(ref: Any, offset: Any, fixed: int, words: int, of: Any = None) -> list[Any]:
-    """So many words of shared memory, or values `of` another type, from `pointer` on."""
+    """Loads `words` words of shared memory, or values `of` another type, from `pointer` on."""
     loaded = llvm.load(ir.VectorType.get((words,), of or i32()), pointer(ref, offset, fixed))
     return [element(loaded, i) for i in range(words)]
 
 
 def store(value: Any, ref: Any, offset: Any, fixed: int = 0) -> None:
-    """A value or a vector to memory, from `pointer` on."""
+    """Stores a value or a vector to memory, from `pointer` on."""
     llvm.store(value, pointer(ref, offset, fixed))
 
 
@@ -114,13 +118,13 @@ def asm(
     movable: bool = False,
     convergent: bool = False,
 ) -> list[Any]:
-    """A line of PTX: `results` are types, and so many values are returned.
+    """Emits a line of PTX: `results` are types, and one value is returned for each.
 
     Args:
         constraints: LLVM's, of results and then operands: r is a word, f a float32 number.
-        movable: whether it may be moved, done once for several, or left out if nothing is made of
-            it.
-        convergent: whether it may not come to stand in a branch, as what a whole warp does.
+        movable: Whether the compiler may move it, merge equal ones, or drop it if its results are
+            unused.
+        convergent: Whether it must not be moved into a branch, like instructions of a whole warp.
     """
     if not results:
         of_all = ir.Type.parse("!llvm.void")
@@ -139,8 +143,8 @@ def asm(
     return [llvm.extractvalue(of_one, out, [i]) for i, of_one in enumerate(results)]
 
 
-# $1 plus the upper bits of the lane's number, which are 0. Shuffles that move nothing hide that
-# they are 0, and that $1 is a constant.
+# $1 plus the upper bits of the lane's number, which are 0. Shuffles that move nothing hide from
+# ptxas that these bits are 0, and that $1 is a constant.
 HELD = (
     "{ .reg .b32 some; mov.u32 some, %laneid; shfl.sync.bfly.b32 some, some, 0, 0x1f, -1; "
     "shr.u32 some, some, 5; add.u32 some, some, $1; shfl.sync.bfly.b32 $0, some, 0, 0x1f, -1; }"
@@ -148,8 +152,9 @@ HELD = (
 
 
 def register_constant(value: int) -> jax.Array:
-    """A constant word that stays in a register. ptxas makes a constant anew for each use that takes
-    none; of this word it does not see that it is one. To be called outside of loops."""
+    """Returns a constant word that stays in a register. ptxas rematerializes a constant for each
+    use that takes no immediate, but it does not see that this word is one. Call it outside of
+    loops."""
     out = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(return_type=out)
@@ -161,11 +166,11 @@ def register_constant(value: int) -> jax.Array:
 
 
 def without_constants(x: jax.Array, layout: Any, zero: jax.Array) -> jax.Array:
-    """x of 16 bits, as an operand in registers of more than one wgmma; `zero` is a
+    """Returns x of 16 bits, as a register operand of more than one wgmma; `zero` is a
     `register_constant`.
 
-    Of such an operand ptxas 13.0 may write a part that it knows to be constant behind the first
-    wgmma, which then reads what was in the register before. Here it knows of none.
+    ptxas 13.0 may write a part of such an operand that it knows to be constant after the first
+    wgmma, which then reads the register's previous contents. Here it knows of no constant part.
     """
     splat = plgpu.Layout.WG_SPLAT
 
@@ -183,8 +188,9 @@ def without_constants(x: jax.Array, layout: Any, zero: jax.Array) -> jax.Array:
 
 
 def zeros(shape: tuple[int, int]) -> jax.Array:
-    """Sums of a product before it, float32. ptxas sees here that they are 0, and has the product
-    begin without them; of a constant that it took from another block it copies all."""
+    """Returns the initial float32 accumulators of a product. Here ptxas sees that they are 0, and
+    starts the product without them. A constant from another basic block would be copied as a whole.
+    """
     out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(return_type=out)
@@ -196,13 +202,14 @@ def zeros(shape: tuple[int, int]) -> jax.Array:
 
 
 def asm_word(code: str, *words: Any, movable: bool = False) -> Any:
-    """A line of PTX that makes a word, $0, of words."""
+    """Emits a line of PTX that computes a word, $0, from words."""
     constraints = ",".join(["=r"] + ["r"] * len(words))
     return asm(code, [i32()], list(words), constraints, movable=movable)[0]
 
 
 def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[Any]:
-    """A warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two numbers."""
+    """Returns a warp's [16, 8] float32: sums + left [16, 16] right [16, 8], in registers of two
+    numbers."""
     code = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0,$1,$2,$3}}, "
         "{$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -211,14 +218,15 @@ def mma(kind: str, left: list[Any], right: list[Any], sums: list[Any]) -> list[A
 
 
 def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
-    """What `combine` makes of all of them, two neighbours at a time; as many as a power of two."""
+    """Reduces all values by `combine`, two neighbors at a time; their number is a power of two."""
     while len(values) > 1:
         values = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=True)]
     return values[0]
 
 
 def over_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
-    """What `combine` makes of the x of so many neighbouring lanes, a power of two, in each."""
+    """Reduces x by `combine` over groups of `lanes` neighboring lanes, a power of two; each lane
+    gets the result."""
     distance = 1
     while distance < lanes:
         x = combine(x, utils.shfl_bfly(x, distance))

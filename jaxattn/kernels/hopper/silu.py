@@ -1,4 +1,4 @@
-"""SiLU of single numbers, and its slope, as kernels of delta rules and experts compute them."""
+"""SiLU of single numbers, and its slope, as the kernels of delta rules and experts compute them."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ def silu(x: jax.Array) -> jax.Array:
 
 
 def sigmoid_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(The sigmoid of float32 numbers, the derivative of SiLU there): no division, which takes many
-    instructions."""
+    """Returns (the sigmoid of float32 numbers, the derivative of SiLU there), without a division,
+    which takes many instructions."""
     root = lax.rsqrt(1 + jnp.exp(-x))
     opened = root * root
     return opened, opened * (1 + x * (1 - opened))

@@ -1,8 +1,8 @@
-"""A product of wgmma [64, N] in the order in which threads have it.
+"""A wgmma product [64, N] in the order in which threads hold it.
 
-Of each 8 columns a thread has four numbers: two neighbours of a row, and two of the row 8 below.
-`by_thread` is [N / 8 * 512]: of each 8 columns the four of thread 0, of thread 1, and so on. So
-stores and loads of shared memory, another block's too, are 16 bytes a thread, and all in a row.
+In each 8 columns a thread has four numbers: two neighbors of a row, and two of the row 8 below.
+`by_thread` is [N / 8 * 512]: for each 8 columns the four of thread 0, of thread 1, and so on. Loads
+and stores of shared memory, also of another CTA's, are then 16 contiguous bytes per thread.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ from jaxattn.kernels.hopper.ptx import (
 ROWS, GROUP = 64, 8
 NUMBERS = ROWS * GROUP  # of 8 columns
 PRODUCT = plgpu.Layout.WGMMA
-# 16 bytes of the shared memory of the cluster's block $5. `plgpu.load` of a `cluster_ref` takes
-# each number for itself, by a load that does not know of which memory.
+# Loads 16 bytes of the shared memory of the cluster's CTA $5. `plgpu.load` of a `cluster_ref` loads
+# each number separately, by a generic load.
 LOAD = (
     "{{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
     "ld.shared::cluster.v4.f32 {{$0, $1, $2, $3}}, [there + {}]; }}"
@@ -40,15 +40,15 @@ LOAD = (
 
 
 def threads(columns: int) -> Any:
-    """The layout of so many columns in threads' order."""
+    """Returns the layout of `columns` columns in threads' order."""
     return plgpu.Layout.WG_STRIDED((columns // GROUP * NUMBERS,), vec_size=4)
 
 
 def by_thread(product: jax.Array, *, interpret: bool) -> jax.Array:
-    """A float32 product in threads' order."""
+    """Returns a float32 product in threads' order."""
     columns = product.shape[1]
     size = columns // GROUP * NUMBERS
-    if interpret:  # where any order will do
+    if interpret:  # which accepts any order
         return product.reshape(ROWS, -1, GROUP).transpose(1, 0, 2).reshape(size)
 
     def moved(_: Any, x: Any) -> Any:
@@ -61,7 +61,7 @@ def by_thread(product: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def product_of(numbers: jax.Array, *, interpret: bool) -> jax.Array:
-    """The product [64, N] that is in threads' order."""
+    """Returns the product [64, N] of numbers in threads' order."""
     columns = numbers.shape[0] // NUMBERS * GROUP
     if interpret:
         return numbers.reshape(-1, ROWS, GROUP).transpose(1, 0, 2).reshape(ROWS, columns)
@@ -75,11 +75,11 @@ def product_of(numbers: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def load_of_block(ref: Any, first: Any, columns: int, block: int) -> jax.Array:
-    """Numbers in threads' order from `first` on, out of another block's shared memory.
+    """Loads numbers in threads' order, from `first` on, from another CTA's shared memory.
 
     Args:
-        ref: the same place in this block's shared memory, float32.
-        block: of the cluster.
+        ref: The same place in this CTA's shared memory, float32.
+        block: The CTA's rank in the cluster.
     """
     split = plgpu.Layout.WG_SPLAT
     size = columns // GROUP * NUMBERS

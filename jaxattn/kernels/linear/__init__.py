@@ -1,1 +1,1 @@
-"""Linear layers of few tokens in 16 bits and FP8, and the RMS norm."""
+"""Linear layers for few tokens with 16-bit, FP8 and 4-bit weights, and the RMS norm."""

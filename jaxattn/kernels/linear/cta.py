@@ -1,4 +1,4 @@
-"""The block (CTA) of `linear_layer`: copies, products, the cluster's sums and the store."""
+"""The CTA of `linear_layer`: copies, products, the cluster's sums and the store."""
 
 import dataclasses
 from functools import partial
@@ -20,24 +20,24 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.linear.rope_epilogue import RopeEpilogue, RopeEpilogueParams
 
-ROWS = 128  # columns of a matrix that a cluster has
-STEP = 64  # numbers of K of a copy
-TOGETHER = 4  # tokens whose sums a block reads at a time
+ROWS = 128  # columns of a matrix per cluster
+STEP = 64  # numbers of K per copy
+TOGETHER = 4  # tokens whose sums a CTA reads at a time
 ROW = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        parts: blocks that share the K numbers of 128 columns.
-        stages: copies that a block has under way.
-        columns: tokens, rounded up to 8.
-        steps: of K.
+        parts: CTAs that divide the K numbers of 128 columns (split-K).
+        stages: Copies that a CTA has in flight.
+        columns: Tokens, rounded up to 8.
+        steps: Steps of K.
         sizes: N of each result.
-        behind: numbers of x, and of a result, behind those of a head.
-        split: each result is of K numbers of x of its own, in order.
+        behind: Numbers of x, and of a result, that follow those of a head.
+        split: Whether each result has its own K numbers of x, in order.
     """
 
     parts: int
@@ -55,40 +55,40 @@ class LinearConfig:
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Of 128 columns, of each result."""
+        """The tiles of 128 columns of each result."""
         return tuple(-(-size // ROWS) for size in self.sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearRefs:
-    """What a block works on: operands, then its shared memory and barriers."""
+    """The refs of a CTA: operands, then its shared memory and barriers."""
 
     x_ref: Any
     weights_refs: Any
     layer_ref: Any
     apart_ref: Any  # the interpreter's, for the sums of a cluster
-    angles_ref: Any  # of rotated dims, else None
+    angles_ref: Any  # for rotated dims, else None
     out_refs: Any
-    total_ref: Any  # of a norm, else None
+    total_ref: Any  # for a norm, else None
     normed_ref: Any
-    x_smem: Any  # [stage, columns, 64]; of a norm `hopper.normed.smem`
+    x_smem: Any  # [stage, columns, 64]; with a norm `rms_norm_prologue.smem`
     w_smem: Any  # [stage, matrix, 64, 128]
     sums_smem: Any  # [matrix, columns, 128]
     turn_smem: Any
-    loaded: Any  # of each stage
+    loaded: Any  # full barriers
     met: Any
-    added_ref: Any = None  # of a norm, as those below
+    added_ref: Any = None  # for a norm, as those below
     norms_ref: Any = None
     positions_ref: Any = None
     shares_ref: Any = None
-    scales_refs: Any = None  # of FP8 weights (fp8_linear.py)
+    scales_refs: Any = None  # for FP8 weights (fp8_linear.py)
     biases_refs: Any = None  # [L, N or more] of each result, or None
 
 
 class LinearCta:
-    """A block's part of K and its tile of columns."""
+    """A CTA that computes its part of K for a tile of columns."""
 
-    depth = STEP  # numbers of K of a step
+    depth = STEP  # numbers of K per step
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class LinearCta:
         self.part = jnp.int32(0) if one else cluster_block_index(cut.parts, interpret=cut.interpret)
         self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
         self.mine = end - self.begin
-        # Of each result the tile's number, and its first column: the last tile ends with N.
+        # For each result the tile's index, and its first column: the last tile ends with N.
         self.places, before = [], 0
         for size, tiles in zip(cut.sizes, cut.tiles, strict=True):
             number = self.tile - before
@@ -138,11 +138,11 @@ class LinearCta:
         cut, refs = self.cut, self.refs
         for step in range(cut.stages):
             pl.when(step < self.mine)(partial(self._load, step))
-        biases = self._biases()  # on their way while the products are made
+        biases = self._biases()  # loaded while the products run
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
         self._sum_up()
         if self.norm:
-            refs.sums_smem.at[0, cut.tokens][...] = squares  # in the place of a next token's sums
+            refs.sums_smem.at[0, cut.tokens][...] = squares  # in the memory of a next token's sums
         if refs.apart_ref is not None:
             refs.apart_ref[self.part, self.number] = refs.sums_smem[...]
         self._meet()
@@ -155,10 +155,10 @@ class LinearCta:
         if self.norm and factor is not None:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
-            self._meet()  # no block ends before the others have read its sums
+            self._meet()  # no CTA exits before the others have read its sums
 
     def _biases(self) -> list[Any]:
-        """Of each result the numbers that the tile's columns have added, if it is the result's."""
+        """Loads, for each result, the biases of the tile's columns, if the tile is the result's."""
         refs = self.refs.biases_refs
         if refs is None:
             return [None] * len(self.places)
@@ -170,21 +170,21 @@ class LinearCta:
         ]
 
     def _sum_up(self) -> None:
-        """The block's products to shared memory, tokens as rows."""
+        """Stores the CTA's products to shared memory, tokens as rows."""
         cut, shape = self.cut, (ROWS, self.cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
             store_transposed(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
 
     def _meet(self) -> None:
-        """The blocks that share the tile."""
+        """Synchronizes the CTAs that share the tile."""
         if self.cut.parts > 1:
             cluster_barrier(self.refs.met, interpret=self.cut.interpret)
         else:
             warpgroup_barrier(interpret=self.cut.interpret)
 
     def _when_in(self, result: int, function: Any) -> None:
-        """Runs it if the tile is the result's."""
+        """Runs `function` if the tile is the result's."""
         number, tiles = self.places[result][0], self.cut.tiles[result]
         if len(self.cut.sizes) == 1:
             function()
@@ -222,19 +222,19 @@ class LinearCta:
             for place, acc in enumerate(accs):
                 weights = refs.w_smem.at[slot, place].transpose((1, 0))
                 plgpu.wgmma(acc, weights, tokens.transpose((1, 0)))
-            plgpu.wgmma_wait(len(accs))  # all but this step's are done
+            plgpu.wgmma_wait(len(accs))  # all wgmmas except this step's are done
 
             @pl.when((step > 0) & (step + cut.stages - 1 < self.mine))
             def _reload():
                 warpgroup_barrier(
                     interpret=cut.interpret
-                )  # all four warps' products have read the slot
+                )  # all four warps' products have read the stage
                 self._load(step + cut.stages - 1)
 
         return [acc[...] for acc in accs]
 
     def _rows_of(self, place: int, token: Any) -> list[jax.Array]:
-        """A token's sums of each block."""
+        """Returns a token's sums from each CTA."""
         cut, refs = self.cut, self.refs
         rows = []
         for other in range(cut.parts):
@@ -248,11 +248,12 @@ class LinearCta:
         return rows
 
     def _store(self, result: int, first: Any, factor: Any, bias: Any = None) -> None:
-        """The block's tokens, a few at a time: all their rows are on their way together.
+        """Stores the CTA's tokens, a few at a time, with the loads of all their rows in flight
+        together.
 
         Args:
-            factor: of the products, or None.
-            bias: what is added to them, or None.
+            factor: The factor of the products, or None.
+            bias: The bias of the products, or None.
         """
         cut = self.cut
         many = range(1 + cut.gated)

@@ -1,8 +1,8 @@
-"""Products of up to 256 tokens with matrices of a layer in 4 bits.
+"""Products of up to 256 tokens with 4-bit matrices of a layer.
 
-Blocks are those of fp8_large_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
-two warpgroups that multiply and one that copies. Those of a cluster share the K numbers. Weights
-lie in tiles with their scales, which a warpgroup widens in registers
+CTAs are those of fp8_large_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
+with two consumer warpgroups and one that copies. Those of a cluster divide the K numbers. Weights
+are stored in tiles with their scales, which a warpgroup widens in registers
 (hopper/four_bit_mainloop.py).
 
 Limits: 256 tokens; N a multiple of 64 and at least 128, K whole tiles; bfloat16, and float16 where
@@ -39,20 +39,20 @@ from jaxattn.kernels.linear.fp8_large_batch_linear import (
 from jaxattn.kernels.linear.linear import LinearTileConfig
 
 OP = "linear_four_bit_layer"
-DEPTH = 128  # numbers of K of a step, where K is a multiple
+DEPTH = 128  # numbers of K per step, if K is a multiple of it
 MOST_STAGES = 12
 LEAST_ROWS = CONSUMERS * ROWS
 
 
 def depth_of(form: FourBitFormat, inner: int) -> int:
-    """Numbers of K of a step."""
+    """Returns the numbers of K per step."""
     return DEPTH if inner % DEPTH == 0 else form.columns
 
 
 def choose(
     form: FourBitFormat, *, tiles: int, inner: int, columns: int, gated: bool
 ) -> LinearTileConfig:
-    """The parts of K with which the last block ends first, by count of steps."""
+    """Returns the parts of K with which the last CTA ends first, by count of steps."""
     depth = depth_of(form, inner)
     stage = CONSUMERS * lines_of_step(form, depth) * LINE + columns * depth * 2
     return divided(
@@ -63,7 +63,7 @@ def choose(
 def refusal(
     x: tuple[int, ...], dtype: Any, weights: Sequence[jax.Array], form: FourBitFormat
 ) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype and stacks of tiles, or None."""
+    """Returns why the kernel does not serve x [T, K] of this dtype and stacks of tiles, or None."""
     if not 0 < x[0] <= MOST_TOKENS:
         return f"the kernel has 1 to {MOST_TOKENS} tokens, and got x {x}"
     if not serves(form, dtype):
@@ -90,12 +90,13 @@ def linears_four_bit_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
-    """`x @ weight[layer].T` of each stack of tiles, or silu of the first's times the second's.
+    """Returns `x @ weight[layer].T` for each stack of tiles, or silu of the first's times the
+    second's.
 
     Args:
         x: [T, K].
-        weights: stacks of tiles, uint8 [L, N / 64, K / C, bytes].
-        layer: the layer is `affine[0] * layer + affine[1]`.
+        weights: Stacks of tiles, uint8 [L, N / 64, K / C, bytes].
+        layer: The layer is `affine[0] * layer + affine[1]`.
     """
     require_hopper(OP, interpret=interpret)
     if why := refusal(x.shape, x.dtype, weights, form):
@@ -125,11 +126,11 @@ def linears_four_bit_mosaic(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FourBitLinearConfig(Fp8LargeBatchLinearConfig):
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        form: of the weights.
-        depth: numbers of K of a step.
+        form: The format of the weights.
+        depth: Numbers of K per step.
     """
 
     form: FourBitFormat
@@ -137,7 +138,7 @@ class FourBitLinearConfig(Fp8LargeBatchLinearConfig):
 
 
 class FourBitLinearCta(Fp8LargeBatchLinearCta):
-    """A block's part of K, its rows and its tokens, with weights in tiles."""
+    """A CTA that computes its part of K for its rows and tokens, with weights in tiles."""
 
     cut: FourBitLinearConfig
 

@@ -1,19 +1,19 @@
-"""Products of up to 256 tokens with FP8 matrices of a layer, each block of which has a scale.
+"""Products of up to 256 tokens with FP8 matrices of a layer; each block of weights has a scale.
 
     y^T [64, C] = sum over steps of K    scale * (W x^T)      W [64, 128] of a matrix [N, K]
 
-Up to 32 tokens fp8_linear.py is faster: it reads with more blocks. From there on a multiplication
-takes as long as a read. So a block has two warpgroups that multiply, each 64 rows of W, and a third
+Up to 32 tokens fp8_linear.py is faster: it reads with more CTAs. With more tokens a multiplication
+takes as long as a read. So a CTA has two consumer warpgroups, each with 64 rows of W, and a third
 whose copies run ahead. A step is as deep as a block of scales: its product is finished before it is
-multiplied by the scale and added, in float32. While it runs, the warpgroup widens its numbers of
-the next step (hopper/fp8_operands.py).
+multiplied by the scale and added, in float32. While the product runs, the warpgroup widens its
+numbers of the next step (hopper/fp8_operands.py).
 
-A block has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
-tokens, two blocks that follow one another have the same rows, which the second finds in L2. Where
-blocks are few, those of a cluster share the K numbers. Each adds up some tokens' sums, in the order
-of the blocks. A token's result does not depend on the other tokens.
+A CTA has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
+tokens, two consecutive CTAs have the same rows, which the second finds in L2. If there are few
+CTAs, those of a cluster divide the K numbers. Each then adds up some tokens' sums, in the order of
+the CTAs. A token's result does not depend on the other tokens.
 
-Limits: 256 tokens; matrices, pairs of columns and dtypes as in fp8_linear.py. Tokens that are no
+Limits: 256 tokens; matrices, pairs of columns and dtypes as in fp8_linear.py. Tokens that are not a
 multiple of 8, or of 16 above 128, are copied to one.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
 tests/kernels/linear/test_fp8_large_batch_linear.py.
@@ -59,32 +59,32 @@ from jaxattn.kernels.linear.fp8_linear import FP8, OP
 from jaxattn.kernels.linear.linear import LinearTileConfig, Shaped
 
 MOST_TOKENS = 256
-COLUMNS = 128  # most tokens of a block
-CONSUMERS = 2  # warpgroups that multiply
+COLUMNS = 128  # most tokens of a CTA
+CONSUMERS = 2  # consumer warpgroups
 MOST_STAGES = 8
 BARRIER_BYTES = 2048  # left for barriers and alignment
-MOST_SHARING = 4  # blocks of a cluster
-# What a block takes beside its steps, and what a cluster's sums take, in steps.
+MOST_SHARING = 4  # CTAs of a cluster
+# The cost of a CTA beyond its steps, and of a cluster's sums, in steps.
 BEGINNING, SUMMING = 5, 4
 
 
 def columns_of(tokens: int) -> tuple[int, int]:
-    """(tokens of a block, a multiple of 8; blocks for all of them)."""
+    """Returns (tokens of a CTA, a multiple of 8; CTAs for all of them)."""
     blocks = -(-tokens // COLUMNS)
     return -(-tokens // (blocks * GROUP)) * GROUP, blocks
 
 
 def sums_bytes(columns: int) -> int:
-    """Of shared memory, for a block's sums."""
+    """Returns the bytes of shared memory for a CTA's sums."""
     return CONSUMERS * ROWS * columns * 4
 
 
 def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> LinearTileConfig:
-    """The parts of K with which the last block ends first, by count of steps.
+    """Returns the parts of K with which the last CTA ends first, by count of steps.
 
     Args:
-        tiles: blocks that each have all of K.
-        steps: of K.
+        tiles: CTAs that each have all of K.
+        steps: Steps of K.
     """
 
     stage = BLOCK * (CONSUMERS * ROWS + 2 * columns)
@@ -94,7 +94,7 @@ def choose(*, tiles: int, steps: int, columns: int, gated: bool) -> LinearTileCo
 def divided(
     stage: int, most_stages: int, *, tiles: int, steps: int, columns: int, gated: bool
 ) -> LinearTileConfig:
-    """`choose` for places of the ring of `stage` bytes each, and at most so many."""
+    """Returns `choose` for stages of `stage` bytes each, and at most `most_stages`."""
 
     def time(parts: int) -> int:
         turns = -(-tiles // CLUSTERS_AT_A_TIME[parts])
@@ -109,7 +109,7 @@ def divided(
 
 
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    """Returns why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
     if not 0 < tokens <= MOST_TOKENS:
         return f"the kernels have 1 to {MOST_TOKENS} tokens, and got x {x}"
@@ -129,9 +129,10 @@ def many_linears_fp8_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
-    """`x @ weight[layer].T` of each stack of weights, or silu of the first's times the second's.
+    """Returns `x @ weight[layer].T` for each stack of weights, or silu of the first's times the
+    second's.
 
-    Arguments are those of `jaxattn.kernels.linear.fp8_linear.linears_fp8_mosaic`.
+    The arguments are those of `jaxattn.kernels.linear.fp8_linear.linears_fp8_mosaic`.
     """
     require_hopper(OP, interpret=interpret)
     if why := refusal(x.shape, x.dtype, weights):
@@ -169,17 +170,17 @@ def launch_blocks(
     out_dtypes: Sequence[Any],
     detect_races: bool,
 ) -> list[jax.Array]:
-    """The results of a kernel whose blocks are `cta(cut, refs)`.
+    """Returns the results of a kernel whose CTAs are `cta(cut, refs)`.
 
     Args:
-        weights: as the blocks read them.
-        x_smem, w_smem: the ring's, of tokens and of weights.
-        copies: of tokens, for each step.
+        weights: The weights in the form that the CTAs read.
+        x_smem, w_smem: The ring's scratch for tokens and for weights.
+        copies: Copies of tokens per step.
     """
     tokens, columns, tiles = x.shape[0], cut.columns, cut.turns * sum(cut.tiles)
     padded, interpret = cut.turns * columns, cut.interpret
     apart = None
-    if interpret and cut.parts > 1:  # whose blocks have no shared memory in common
+    if interpret and cut.parts > 1:  # whose CTAs share no shared memory
         shape = (cut.parts, tiles, CONSUMERS, ROWS * columns)
         apart = jax.new_ref(jnp.zeros(shape, jnp.float32))
     found = launch(
@@ -225,14 +226,14 @@ def launch_blocks(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8LargeBatchLinearConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        parts: blocks that share the K numbers of a tile.
-        stages: places of the ring of copies, at least 2.
-        columns: tokens of a block.
-        turns: blocks that have the same rows, and different tokens.
-        steps: of K.
+        parts: CTAs that divide the K numbers of a tile.
+        stages: Stages of the ring, at least 2.
+        columns: Tokens of a CTA.
+        turns: CTAs with the same rows and different tokens.
+        steps: Steps of K.
         sizes: N of each result.
     """
 
@@ -248,12 +249,12 @@ class Fp8LargeBatchLinearConfig:
 
     @property
     def rows(self) -> int:
-        """Of a result that a block has."""
+        """The rows of a result per CTA."""
         return ROWS * (1 if self.gated else CONSUMERS)
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """Of rows, of each result."""
+        """The tiles of rows of each result."""
         return tuple(-(-size // self.rows) for size in self.sizes)
 
     @property
@@ -268,7 +269,7 @@ class Fp8LargeBatchLinearConfig:
 
     @property
     def shares(self) -> tuple[int, int, int]:
-        """(sharers of a tile's tokens, tokens that one adds up at a time, how often)."""
+        """Returns (sharers of a tile's tokens, tokens that one adds up at a time, how often)."""
         sharers, groups = self.parts * (1 + self.gated), self.columns // GROUP
         some = next((n for n in (4, 2) if groups % n == 0 and groups >= sharers * n), 1)
         return sharers, some * GROUP, -(-groups // (sharers * some))
@@ -276,7 +277,7 @@ class Fp8LargeBatchLinearConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8LargeBatchLinearRefs:
-    """What a block works on: operands, then its shared memory and barriers."""
+    """The refs of a CTA: operands, then its shared memory and barriers."""
 
     x_ref: Any  # [turns * columns, K]
     weights_refs: Any
@@ -287,14 +288,14 @@ class Fp8LargeBatchLinearRefs:
     x_smem: Any  # [stage, columns, 128]
     w_smem: Any  # [stage, warpgroup, 64, 128]
     sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/wgmma_fragments.py
-    loaded: Any  # of each stage
-    read: Any  # by both warpgroups
-    met: Any  # of gate's and up's warpgroups
+    loaded: Any  # full barriers
+    read: Any  # empty barriers, arrived at by both consumers
+    met: Any  # arrived at by gate's and up's warpgroups
     all_met: Any  # the interpreter's
 
 
 class Fp8LargeBatchLinearCta:
-    """A block's part of K, its rows and its tokens."""
+    """A CTA that computes its part of K for its rows and tokens."""
 
     def __init__(self, cut: Fp8LargeBatchLinearConfig, refs: Fp8LargeBatchLinearRefs):
         self.cut, self.refs = cut, refs
@@ -306,7 +307,7 @@ class Fp8LargeBatchLinearCta:
         self.part = jnp.int32(0) if one else cluster_block_index(cut.parts, interpret=cut.interpret)
         self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
         self.mine = end - self.begin
-        # Of each result, whether the tile is its, and the first row: the last tile ends with N.
+        # For each result, whether the tile is its, and the first row: the last tile ends with N.
         self.places, before = [], 0
         for size, tiles in zip(cut.sizes, cut.tiles, strict=True):
             number = tile - before
@@ -319,10 +320,10 @@ class Fp8LargeBatchLinearCta:
         pl.when(self.wg == CONSUMERS)(self._load)
         pl.when(self.wg < CONSUMERS)(self._multiply)
         if self.cut.parts > 1:
-            self._meet_in_cluster()  # no block ends before the others have read its sums
+            self._meet_in_cluster()  # no CTA exits before the others have read its sums
 
     def _load(self) -> None:
-        """The copying warpgroup: steps of K into the ring, as its places become free."""
+        """Loads steps of K into the ring, as its stages become free, in the producer warpgroup."""
         cut, refs = self.cut, self.refs
         if cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
@@ -353,7 +354,7 @@ class Fp8LargeBatchLinearCta:
             self._meet_in_cluster()
 
     def _source(self, weights: Any, row: Any, step: Any) -> Any:
-        """64 rows of a step of K."""
+        """Returns 64 rows of a step of K."""
         some = pl.ds(pl.multiple_of(step * BLOCK, BLOCK), BLOCK)
         return weights.at[self.layer, pl.ds(row, ROWS), some]
 
@@ -363,7 +364,7 @@ class Fp8LargeBatchLinearCta:
         plgpu.copy_gmem_to_smem(tokens, self.refs.x_smem.at[slot], self.refs.loaded.at[slot])
 
     def _multiply(self) -> None:
-        """A multiplying warpgroup: its 64 rows."""
+        """Computes a consumer warpgroup's 64 rows."""
         cut = self.cut
         if cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
@@ -374,7 +375,7 @@ class Fp8LargeBatchLinearCta:
             self._store(0, total)
 
     def _total(self) -> jax.Array:
-        """The warpgroup's sums over the block's steps, [64, columns]."""
+        """Returns the warpgroup's sums over the CTA's steps, [64, columns]."""
         cut, refs = self.cut, self.refs
 
         def step(s: Any, carry: Any) -> Any:
@@ -382,8 +383,8 @@ class Fp8LargeBatchLinearCta:
             slot, following = lax.rem(s, cut.stages), jnp.minimum(s + 1, self.mine - 1)
             scale = self._scale(following)
             one, weights = self._product(slot, weights, following)
-            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
-            # between a load and the next copy to its place.
+            # wgmma has read the loaded numbers. The interpreter does not know this, and needs a
+            # fence between a load and the next copy to the same stage.
             if cut.interpret:
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.read.at[slot])
@@ -395,7 +396,7 @@ class Fp8LargeBatchLinearCta:
         return lax.fori_loop(0, self.mine, step, first)[0]
 
     def _scale(self, step: Any) -> jax.Array:
-        """Of the warpgroup's rows."""
+        """Returns the scale of the warpgroup's rows."""
         refs, place = self.refs, self.begin + step
         if self.cut.gated:
             row = lax.div(self.places[0][1], BLOCK)
@@ -408,7 +409,7 @@ class Fp8LargeBatchLinearCta:
         return found
 
     def _weights(self, slot: Any) -> jax.Array:
-        """The warpgroup's of a step, `moved`; in the interpreter as they are."""
+        """Returns the warpgroup's weights of a step, `moved`; in the interpreter as stored."""
         tile, dtype = self.refs.w_smem.at[slot, self.wg], self.refs.x_smem.dtype
         if self.cut.interpret:
             return deinterleave_columns(tile[...].astype(jnp.float32)).astype(dtype)
@@ -417,13 +418,13 @@ class Fp8LargeBatchLinearCta:
     def _product(
         self, slot: Any, weights: jax.Array, following: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """A step's, without its scale, and the weights of the following step."""
+        """Returns a step's product, without its scale, and the weights of the following step."""
         cut, tokens = self.cut, self.refs.x_smem.at[slot]
 
         def next_weights() -> jax.Array:
             other = lax.rem(following, cut.stages)
             wait = partial(plgpu.barrier_wait, self.refs.loaded.at[other])
-            pl.when(other != slot)(wait)  # not behind the last step
+            pl.when(other != slot)(wait)  # not after the last step
             return self._weights(other)
 
         if cut.interpret:
@@ -437,7 +438,7 @@ class Fp8LargeBatchLinearCta:
         return pl.run_scoped(products, plgpu.ACC((ROWS, cut.columns), jnp.float32))
 
     def _sum_up(self, total: jax.Array) -> None:
-        """Adds up the sums of a cluster's blocks, or multiplies gate's by up's; then stores."""
+        """Adds up the sums of a cluster's CTAs, or multiplies gate's by up's; then stores."""
         cut, refs = self.cut, self.refs
         store(
             refs.sums_smem.at[self.wg],
@@ -462,7 +463,7 @@ class Fp8LargeBatchLinearCta:
                 one()
 
     def _sum_of(self, first: Any, some: int) -> None:
-        """Of some tokens."""
+        """Adds up and stores the sums of some tokens."""
         if not self.cut.gated:
             y = self._sum_of_parts(self.wg, first, some)
         else:
@@ -485,7 +486,7 @@ class Fp8LargeBatchLinearCta:
         return sum(found[1:], found[0])
 
     def _store(self, column: Any, y: jax.Array) -> None:
-        """Sums [64, tokens] to the results, from one of the block's tokens on."""
+        """Stores sums [64, tokens] to the results, from one of the CTA's tokens on."""
         tokens = pl.ds(self.token + column, y.shape[1])
         further = 0 if self.cut.gated else self.wg * ROWS
 
@@ -502,7 +503,7 @@ class Fp8LargeBatchLinearCta:
         cluster_barrier(self.refs.all_met, interpret=self.cut.interpret)
 
     def _when_in(self, result: int, function: Any) -> None:
-        """Runs it if the tile is the result's."""
+        """Runs `function` if the tile is the result's."""
         if len(self.places) == 1:
             function()
         else:

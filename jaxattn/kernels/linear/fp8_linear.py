@@ -1,15 +1,15 @@
-"""Products of a few tokens with FP8 matrices of a layer, each block of which has a scale.
+"""Products of a few tokens with FP8 matrices of a layer; each block of weights has a scale.
 
     y^T [128, T] = sum over steps of K    scale * (W x^T)      W [128, 128] of a matrix [N, K]
 
-The cut, the cluster's sums and the store are those of `linear_layer` (cta.py). Matrices
-lie as checkpoints have them, [N, K], with K in pairs (`interleave_columns`): four bytes in a
-row become two registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales.
-Its product is finished before it is multiplied by the scale and added, in float32.
+The tiling, the cluster's sums and the store are those of `linear_layer` (cta.py). Matrices have the
+layout of checkpoints, [N, K], with K in pairs (`interleave_columns`): four contiguous bytes become
+two operand registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales. Its
+product is finished before it is multiplied by the scale and added, in float32.
 
-Limits: 32 tokens (fp8_large_batch_linear.py has more); K a multiple of 128; N a multiple of 64, at
-least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py): one
-token. There are no heads.
+Limits: 32 tokens (fp8_large_batch_linear.py serves more); K a multiple of 128; N a multiple of 64,
+at least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py):
+one token. There are no heads.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
 tests/kernels/linear/test_fp8_linear.py.
 """
@@ -51,11 +51,12 @@ HALVES = ROWS // HALF
 def choose(
     *, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False
 ) -> LinearTileConfig:
-    """The fewest parts with which all multiprocessors have a block, or two of up to 8 tokens.
+    """Returns the fewest parts with which all multiprocessors have a CTA, or two with up to 8
+    tokens.
 
-    Parts are a power of two, unless a norm of K needs other ones. Where several blocks share a
-    multiprocessor, each has two copies under way, else four: in a sweep of Qwen3-Next's shapes on
-    an H200, with 1 and 32 tokens, these were the fastest or within 3% of them.
+    Parts are a power of two, unless a norm of K needs other ones. If several CTAs share a
+    multiprocessor, each has two copies in flight, otherwise four. In a sweep of Qwen3-Next's shapes
+    on an H200, with 1 and 32 tokens, these were the fastest or within 3% of them.
     """
     parts, least = 1, (2 if columns == 8 else 1) * NUM_SMS
     while parts < MOST_PARTS and tiles * parts < least and steps >= 4 * parts:
@@ -68,7 +69,7 @@ def choose(
 
 
 def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype, or None."""
+    """Returns why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
     if not 0 < tokens <= MOST_TOKENS:
         return f"the kernel has 1 to {MOST_TOKENS} tokens, and got x {x}"
@@ -85,14 +86,15 @@ def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | 
 
 
 def refusal_with_norm(inner: int, weights: Sequence[Shaped]) -> str | None:
-    """Why one launch cannot make a norm of K numbers and these products; None if it can."""
+    """Returns why one launch cannot compute a norm of K numbers and these products; None if it
+    can."""
     if why := refusal((1, inner), jnp.bfloat16, weights):
         return why
     return refusal_of_norm(1, inner // STEP, _with_norm(inner, weights).parts)
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many rows, as `sums_parts` of linear/linear.py says."""
+    """Whether the launch should sum up `rows` rows, see `sums_parts` of linear/linear.py."""
     inner = weights[0].shape[-1]
     return rows * (inner // (_with_norm(inner, weights).parts * ROWS)) <= MOST_SUMMED
 
@@ -116,17 +118,18 @@ def linears_fp8_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
-    """`x @ weight[layer].T` of each stack of weights, or silu of the first's times the second's.
+    """Returns `x @ weight[layer].T` for each stack of weights, or silu of the first's times the
+    second's.
 
     Args:
         x: bfloat16 or float16 [T, K].
         weights: float8_e4m3fn [L, N, K] each, K in pairs; with `gated`, two of one shape.
-        scales: of each, float32 [L, ceil(N / 128), K / 128].
+        scales: float32 [L, ceil(N / 128), K / 128] each.
         affine: (a, b), for the layer `a * layer + b`.
-        out_dtypes: of the results [T, N].
-        norm: the norm of x + added, which comes before the products, in bfloat16. x is then
-            float32 [1, K]. After the products the list has x + added, float32 [1, K]. With
-            `norm.gives` it also has the normed token.
+        out_dtypes: The dtypes of the results [T, N].
+        norm: The norm of x + added, which comes before the products, in bfloat16. x is then float32
+            [1, K]. After the products the list has x + added, float32 [1, K]. With `norm.gives` it
+            also has the normed token.
     """
     require_hopper(OP, interpret=interpret)
     dtype = x.dtype if norm is None else jnp.bfloat16
@@ -148,9 +151,9 @@ def linears_fp8_mosaic(
         interpret=interpret,
     )  # fmt: skip
     apart = None
-    if interpret and parts > 1:  # whose blocks have no shared memory in common
+    if interpret and parts > 1:  # whose CTAs share no shared memory
         apart = jnp.zeros((parts, tiles, many, columns, ROWS), jnp.float32)
-    # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
+    # TMA steps in the shared memory's tiles of 8 rows, and reads zeros past x's end.
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     norms = None if norm is None else norm.constants
@@ -188,7 +191,7 @@ def linears_fp8_mosaic(
             ),
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
-        warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
+        warpgroups=1 if norm is None else None,  # reductions over a warpgroup need no such axis
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -199,7 +202,7 @@ def linears_fp8_mosaic(
 
 
 class Fp8LinearCta(LinearCta):
-    """`linear_layer`'s block, with steps of 128 of K, whose products have scales."""
+    """The CTA of `linear_layer`, with steps of 128 of K, whose products have scales."""
 
     depth = BLOCK
 
@@ -237,7 +240,7 @@ class Fp8LinearCta(LinearCta):
 
             @pl.when(s + cut.stages < self.mine)
             def _reload():
-                warpgroup_barrier(interpret=cut.interpret)  # all four warps have read the slot
+                warpgroup_barrier(interpret=cut.interpret)  # all four warps have read the stage
                 self._load(s + cut.stages)
 
             sums = zip(totals, every, factors, strict=True)
@@ -252,7 +255,8 @@ class Fp8LinearCta(LinearCta):
             store_transposed(target, total, interpret=cut.interpret)
 
     def _scales(self, step: Any) -> list[jax.Array]:
-        """Of each 64 rows of each matrix: those of the tile's result, or of gate and up."""
+        """Returns the scale of each 64 rows of each matrix: those of the tile's result, or of gate
+        and up."""
         cut, refs = self.cut, self.refs
         found: list[jax.Array] = []
         for place in range(1 + cut.gated):
@@ -268,7 +272,7 @@ class Fp8LinearCta(LinearCta):
         return found
 
     def _products(self, step: Any, slot: Any) -> list[jax.Array]:
-        """A step's, of each 64 rows, without their scales.
+        """Returns a step's products for each 64 rows, without their scales.
 
         Up's weights are widened after gate's products: both would not fit in the registers.
         """
@@ -303,7 +307,7 @@ class Fp8LinearCta(LinearCta):
         return pl.run_scoped(products, *accumulators)
 
     def _tokens(self, step: Any, slot: Any) -> list[Any]:
-        """A step's, [columns, 128]; of a norm two of [8, 64]."""
+        """Returns a step's tokens, [columns, 128]; with a norm two of [8, 64]."""
         if not self.norm:
             return [self.refs.x_smem.at[slot]]
         many = BLOCK // STEP

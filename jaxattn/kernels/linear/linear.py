@@ -1,24 +1,25 @@
-"""Products of a few tokens with matrices of a layer, read where they lie in their stacks.
+"""Products of a few tokens with matrices of a layer, read in place from their stacks.
 
     y^T [128, T] = W^T x^T          W^T: 128 columns of a matrix [K, N], seen transposed
 
-Weights are the rows of wgmma and tokens its columns, so that a few tokens cost a few columns. The
-time is that of reading the weights. So many blocks read at once: `parts` blocks, a cluster, share
-the K numbers of 128 columns, and each has `stages` copies under way from the start. Then the blocks
-of a cluster add up their sums, each some of the tokens', in the order of the blocks.
+Weights are the rows (M) of wgmma and tokens its columns (N), so that few tokens cost few columns
+(swap AB). The time is that of reading the weights, so many CTAs read at once. `parts` CTAs, a
+cluster, divide the K numbers of 128 columns (split-K), and each has `stages` copies in flight from
+the start. Then the CTAs of a cluster add up their sums, each some of the tokens', in the order of
+the CTAs.
 
 Several matrices of one x are one launch: q and kv_a of an attention layer, or gate and up, of which
 silu(gate) * up is stored. So are the products of heads that each have numbers of x and a matrix of
-their own, [L * heads, K, N], and rotated dims may follow them (rope_epilogue.py). Several matrices
-may each have numbers of x of their own, too. A token's result does not depend on the other tokens.
+their own, [L * heads, K, N]. Rotated dims may follow them (rope_epilogue.py). Several matrices may
+also each have their own numbers of x. A token's result does not depend on the other tokens.
 
 Products may have biases, which are added before a result is rounded.
 
-A matrix of 64 columns counts as one of 128: TMA takes those behind its end for zeros.
+A matrix of 64 columns counts as one of 128: TMA reads zeros past its end.
 
 The norm of a token may come first (reduce/rms_norm_prologue.py).
 
-Limits: 32 tokens, 4 of matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
+Limits: 32 tokens, 4 with matrices above 32 MiB; K and N multiples of 64; bfloat16 or float16. Heads
 with rotated dims have N a multiple of 128. With a norm: one token.
 Reference and tests: `jaxattn.ops.linear.linear` (implementation="xla"),
 tests/kernels/linear/test_linear.py.
@@ -45,21 +46,21 @@ from jaxattn.kernels.linear.rope_epilogue import DIMS, NUMBERS, RopeEpiloguePara
 type Shaped = jax.Array | jax.ShapeDtypeStruct
 
 OP = "linear_layer"
-MOST_TOKENS = 32  # XLA's product is as fast from here on
-# Matrices of more bytes, where XLA's product of so many tokens is faster.
+MOST_TOKENS = 32  # with more, XLA's product is as fast
+# For matrices of more bytes, XLA's product of more tokens than MOST_LARGE is faster.
 LARGE_BYTES, MOST_LARGE = 32 * 2**20, 4
-MOST_PARTS = 8  # blocks of a cluster, on any Hopper GPU
-BLOCK_BYTES = 72 * 1024  # of copies: three blocks share a multiprocessor
-MOST_SUMMED = 32  # numbers that a thread of a block reads of what is summed
+MOST_PARTS = 8  # CTAs of a cluster, on any Hopper GPU
+BLOCK_BYTES = 72 * 1024  # of copies: three CTAs share a multiprocessor
+MOST_SUMMED = 32  # numbers of the addend's rows that a thread reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearTileConfig:
-    """How a launch is cut.
+    """The tiling of a launch.
 
     Attributes:
-        parts: blocks that share the K numbers of 128 columns.
-        stages: copies that a block has under way.
+        parts: CTAs that divide the K numbers of 128 columns.
+        stages: Copies that a CTA has in flight.
     """
 
     parts: int
@@ -69,7 +70,7 @@ class LinearTileConfig:
 def choose(
     *, tiles: int, steps: int, columns: int, gated: bool, normed: bool = False
 ) -> LinearTileConfig:
-    """The fewest parts with which all multiprocessors have two blocks, if there are as many.
+    """Returns the fewest parts with which all multiprocessors have two CTAs, if there are as many.
 
     Parts are a power of two, unless a norm of K needs other ones, as that of 2,304 does.
     """
@@ -81,12 +82,12 @@ def choose(
         parts = next((each for each in others if not refusal_of_norm(1, steps, each)), parts)
     mine, room = -(-steps // parts), BLOCK_BYTES
     stage = STEP * (ROWS * many + columns) * 2
-    if normed:  # the token is there whole, and the sums count
+    if normed:  # each CTA has the whole token, and the sums count
         stage = STEP * ROWS * many * 2
         room -= columns * (STEP * 2 * mine + ROWS * 4 * many)
     stages = max(2, min(mine, room // stage))
     if normed and tiles * parts > 3 * NUM_SMS:
-        stages = 2  # five blocks share a multiprocessor then, and all run at a time
+        stages = 2  # five CTAs share a multiprocessor then, and all run at a time
     return LinearTileConfig(parts=parts, stages=stages)
 
 
@@ -98,7 +99,7 @@ def refuse(
     least: int = STEP,
     interpret: bool = False,
 ) -> None:
-    """Raises `Refusal` with the reason where the kernel does not serve."""
+    """Raises `Refusal`, with the reason, if the kernel does not serve the call."""
     require_hopper(OP, interpret=interpret)
     if why := refusal(x.shape, x.dtype, weights, gated=gated, least=least):
         raise Refusal(f"{OP}: {why}")
@@ -112,10 +113,10 @@ def refusal(
     gated: bool = False,
     least: int = STEP,
 ) -> str | None:
-    """Why the kernel does not serve x [T, K] of this dtype, or None.
+    """Returns why the kernel does not serve x [T, K] of this dtype, or None.
 
     Args:
-        least: columns of a matrix.
+        least: The least columns of a matrix.
     """
     tokens, inner = x
     large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
@@ -138,7 +139,8 @@ def refusal(
 
 
 def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str | None:
-    """Why one launch cannot make a norm of K numbers and these products; None if it can."""
+    """Returns why one launch cannot compute a norm of K numbers and these products; None if it
+    can."""
     if why := refusal((tokens, inner), weights[0].dtype, weights):
         return why
     tiles = sum(-(-each.shape[-1] // ROWS) for each in weights)
@@ -147,9 +149,9 @@ def refusal_with_norm(tokens: int, inner: int, weights: Sequence[Shaped]) -> str
 
 
 def sums_parts(weights: Sequence[Shaped], rows: int) -> bool:
-    """Whether the launch should sum up so many rows that are added, for the norm of their sum.
+    """Whether the launch should sum up `rows` addend rows for the norm of their sum.
 
-    Each block reads its numbers of every row. 44 of them in each thread (Qwen3-Next) took 1.6 us
+    Each CTA reads its numbers of every row. 44 of them in each thread (Qwen3-Next) took 1.6 us
     more, as long as a launch that sums; 16 (DeepSeek-V2-Lite) took 0.8 us (H200).
     """
     tiles, inner = sum(-(-each.shape[-1] // ROWS) for each in weights), weights[0].shape[-2]
@@ -175,23 +177,24 @@ def linears_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> list[jax.Array]:
-    """`x @ weight[layer]` of each stack of weights, or silu of the first's times the second's.
+    """Returns `x @ weight[layer]` for each stack of weights, or silu of the first's times the
+    second's.
 
     Args:
-        x: [T, K], or with heads [T, heads * K], behind which may be others.
+        x: [T, K], or with heads [T, heads * K], possibly followed by further numbers.
         weights: [L, K, N] each; with `gated`, two of one shape; with heads, one [L * heads, K, N].
         affine: (a, b), for the layer `a * layer + b`.
-        out_dtypes: of the results, [T, N] or with heads [T, heads * N].
-        heads: each multiplies K numbers of x by a matrix of its own.
-        spare_heads: of the result, behind the others; what they hold is undefined.
-        turned: of heads: K + 64 numbers of x are a head's, and N + 64 of the result. The 64 are
-            rotated. Then N is a multiple of 128.
-        split: each matrix multiplies K numbers of x of its own, x being [T, matrices * K].
-        norm: the norm of x + added, which comes before the products. x is then float32 [1, K].
-            After the products the list has x + added, float32 [1, K]. With `norm.gives` it also
-            has the normed token, in the weights' dtype.
-        biases: [L, N or more] of each matrix; neither with `gated` nor with heads. Fewer than 128
-            numbers are padded by a launch of XLA's.
+        out_dtypes: The dtypes of the results, [T, N] or with heads [T, heads * N].
+        heads: The number of heads; each multiplies K numbers of x by its own matrix.
+        spare_heads: Heads of the result after the others; their contents are undefined.
+        turned: The rotation of heads: K + 64 numbers of x belong to a head, and N + 64 of the
+            result. The 64 are rotated. Then N is a multiple of 128.
+        split: Whether each matrix multiplies its own K numbers of x, x being [T, matrices * K].
+        norm: The norm of x + added, which comes before the products. x is then float32 [1, K].
+            After the products the list has x + added, float32 [1, K]. With `norm.gives` it also has
+            the normed token, in the weights' dtype.
+        biases: [L, N or more] of each matrix; neither with `gated` nor with heads. An XLA launch
+            pads fewer than 128 numbers.
     """
     behind = 0 if turned is None else DIMS
     tokens, inner = x.shape[0], weights[0].shape[-2]
@@ -227,13 +230,13 @@ def linears_mosaic(
     )
     tiled, many = swizzled(dtype), 1 + gated
     apart = None
-    if interpret and parts > 1:  # whose blocks have no shared memory in common
+    if interpret and parts > 1:  # whose CTAs share no shared memory
         apart = jnp.zeros((parts, heads * sum(tiles), many, columns, ROWS), jnp.float32)
     if interpret:
         narrow = [max(ROWS - each.shape[-1], 0) for each in weights]
         pads = [((0, 0), (0, 0), (0, more)) for more in narrow]
         weights = [jnp.pad(each, pad) for each, pad in zip(weights, pads, strict=True)]
-    # TMA steps in the shared memory's tiles of 8 rows. What lies past x's end it takes for zeros.
+    # TMA steps in the shared memory's tiles of 8 rows, and reads zeros past x's end.
     if norm is None and (interpret or (tokens > 8 and tokens % 8)):
         x = jnp.pad(x, ((0, columns - tokens), (0, 0)))
     if biases is not None:
@@ -275,7 +278,7 @@ def linears_mosaic(
             "loaded": plgpu.Barrier(num_arrivals=(norm is None) + many, num_barriers=stages),
             "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
-        warpgroups=1 if norm is None else None,  # sums over a warpgroup want no such axis
+        warpgroups=1 if norm is None else None,  # reductions over a warpgroup need no such axis
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

@@ -1,10 +1,11 @@
 """RMS norm of the residual stream, its weight read from a stack of layers: a warpgroup per token.
 
-What the layer before adds to the stream may be added here first: one launch instead of two. XLA
-would copy a layer's weight out of the stack by a kernel of its own before it norms.
+The kernel may first add the previous layer's output to the stream: one launch instead of two. XLA
+would copy a layer's weight out of the stack by a separate kernel before the norm.
 
-A width that is an odd multiple of 64, as gpt-oss's 2,880, ends with a window of 128 features, of
-which the first 64 are those of the piece before. They count once, and both pieces store the same.
+A width that is an odd multiple of 64, as gpt-oss's 2,880, ends with a window of 128 features whose
+first 64 also belong to the previous window. They count once, and both windows store the same
+values.
 
 Limits: 128 to 8192 features, a multiple of 64. Reference: `jaxattn.ops.linear.rms_norm`
 (implementation="xla"); tests: tests/ops/test_norm.py.
@@ -43,7 +44,8 @@ def rms_norm_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """(x + added, its norm) on a Hopper GPU, as `jaxattn.ops.linear.rms_norm` documents it.
+    """Returns (x + added, its norm) on a Hopper GPU, as documented by
+    `jaxattn.ops.linear.rms_norm`.
 
     `affine` (a, b): the layer is `a * layer + b`. Without `added` there is no sum.
     """
@@ -78,7 +80,7 @@ def rms_norm_mosaic(
 
     def body(x_ref, added_ref, weights_ref, layer_ref, affine_ref, sum_ref, out_ref) -> None:
         token = lax.axis_index("token")
-        # Read before the layer's number is there, which the weight waits for.
+        # Loaded before the layer's number has arrived, which the weight waits for.
         values = [load(x_ref.at[token], *piece) for piece in pieces]
         if added_ref is not None:
             added = [load(added_ref.at[token], *piece) for piece in pieces]

@@ -1,10 +1,11 @@
-"""The rotated dims of queries, put behind a head's product: the columns that `linear_layer` adds.
+"""The RoPE epilogue: the rotated dims of queries, which `linear_layer` stores after a head's
+product.
 
     x of a head    [K | 64]        out of a head    [N | 64]
 
-A warpgroup has 128 threads, and there are 64 dims. So it takes the 64 before them as well: of x
-they are ignored, and of the output stored a second time, the same. Numbers of other dims come to a
-thread through shared memory.
+A warpgroup has 128 threads, and there are 64 dims. So it also takes the 64 numbers before them:
+those of x are ignored, and those of the output are stored a second time with the same values.
+Numbers of other dims reach a thread through shared memory.
 """
 
 import dataclasses
@@ -26,11 +27,11 @@ CHANNEL = plgpu.Layout.WG_STRIDED((WINDOW,), vec_size=1)
 
 @dataclasses.dataclass(frozen=True)
 class RopeEpilogueParams:
-    """How the last 64 dims of each head are rotated.
+    """The rotation of the last 64 dims of each head.
 
     Attributes:
-        angles: float32 [T, 128], of each token; see `core.rope.Rotation`.
-        interleaved: whether a pair is of neighbours, or of dims half of them apart.
+        angles: float32 [T, 128], those of each token; see `core.rope.Rotation`.
+        interleaved: Whether a pair consists of neighbors, or of dims half of them apart.
     """
 
     angles: Any
@@ -38,13 +39,14 @@ class RopeEpilogueParams:
 
     @property
     def constants(self) -> "RopeEpilogueParams":
-        """Without its array: a body that holds no array is one kernel for many launches."""
+        """The same without its array: a body that captures no array is one kernel for many
+        launches."""
         return dataclasses.replace(self, angles=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeEpilogue:
-    """The code of a block that has a head's last columns.
+    """The epilogue of a CTA that has a head's last columns.
 
     Attributes:
         smem: float32 [NUMBERS].
@@ -60,8 +62,8 @@ class RopeEpilogue:
         """Stores a token's rotated dims.
 
         Args:
-            y: the head's last 128 products.
-            after_x, after_out: the columns behind the head's, in x and in the output.
+            y: The head's last 128 products.
+            after_x, after_out: The columns after the head's, in x and in the output.
         """
         smem, shift = self.smem, 1 if self.interleaved else DIMS // 2
         window = pl.ds(pl.multiple_of(after_x - WINDOW, DIMS), WINDOW)

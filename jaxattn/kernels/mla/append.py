@@ -1,7 +1,8 @@
 """Norms, rotation and cache write of a decode step's new tokens: one warpgroup per token.
 
-A second block of each token norms its compressed queries, where there are any. Of the cache a block
-writes one token's D numbers, a thread four or one of them; what a row does not own is not touched.
+A second CTA per token normalizes the token's compressed queries, if the call has any. A CTA writes
+the D numbers of one token to the cache, four or one per thread; nothing else in the cache is
+touched.
 
 Limits: R a multiple of 512, P 64, Q a multiple of 128, a bfloat16 or float16 cache. Reference and
 tests: `jaxattn.mla.mla_append` (implementation="xla"), tests/ops/mla/test_append.py.
@@ -22,12 +23,13 @@ from jaxattn.kernels.hopper.device import require_hopper
 
 ROPE = 64
 THREADS = 128
-# The rotated dims and as many before them: a dim a thread, the upper half of the threads rotates.
+# The rotated dims and as many before them: one dim per thread, and the upper half of the threads
+# rotates.
 WINDOW = THREADS
 
 
 def norms_queries(query_rank: int) -> bool:
-    """Whether the kernel has threads for compressed queries of that width."""
+    """Whether the kernel has enough threads for compressed queries of this width."""
     return query_rank % THREADS == 0
 
 
@@ -59,7 +61,7 @@ def mla_append_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array | None, jax.Array]:
-    """`jaxattn.mla.mla_append` on a Hopper GPU; arguments are documented there.
+    """`jaxattn.mla.mla_append` on a Hopper GPU, with the same arguments.
 
     `q` has a width that `norms_queries` accepts, or is None.
     """
@@ -112,7 +114,7 @@ def mla_append_mosaic(
 
         @pl.when(lax.axis_index("kind") == 0)
         def _latent():
-            # Everything is read before anything waits: latencies run side by side.
+            # All loads are issued before the first use, so that their latencies overlap.
             x = load(kv_ref.at[token, pl.ds(0, rank)], rank)
             weight = load(weights_ref.at[own, pl.ds(0, rank)], rank)
             first = rank + ROPE - WINDOW
@@ -130,9 +132,9 @@ def mla_append_mosaic(
                 factor = factor_of(x, rank)
                 target.at[pl.ds(0, rank)][...] = (x * factor * weight).astype(cache.dtype)
 
-                # The last 64 of these dims are written again, the same, with the rotated ones.
-                # To shared memory and back, other dims' numbers come to a thread: what lies
-                # outside of the window is never selected.
+                # The last 64 of these dims are written again, with the same values, together with
+                # the rotated ones. Shared memory exchanges the dims between threads: values outside
+                # of the window are never selected.
                 smem.at[pl.ds(WINDOW, WINDOW)][...] = some
                 smem.at[pl.ds(3 * WINDOW + ROPE, WINDOW)][...] = angles
                 plgpu.commit_smem()
@@ -160,7 +162,7 @@ def mla_append_mosaic(
     out = launch(
         body,
         name="mla_append",
-        # The last axis is the one that may have more than 65,535 blocks.
+        # The last axis is the one that may have more than 65,535 CTAs.
         grid={"kind": 1 if q is None else 2, "token": tokens},
         inputs={**inputs, "cache": cache_ref},
         outputs={"out_ref": new},

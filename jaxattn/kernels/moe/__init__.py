@@ -1,1 +1,1 @@
-"""Mixture of experts: routing, grouped products that read used experts alone, and their sum."""
+"""Mixture of experts: routing, grouped GEMMs that read only the used experts, and their sum."""

@@ -1,6 +1,6 @@
-"""A token's sum over its experts, in the order of its ids: a block for some columns of a token.
+"""A token's sum over its experts, in the order of its ids: a CTA for some columns of a token.
 
-Limits: 128 columns at least, a multiple of 64. Reference and tests: `jaxattn.ops.moe.experts`
+Limits: at least 128 columns, a multiple of 64. Reference and tests: `jaxattn.ops.moe.experts`
 (implementation="xla"), tests/kernels/moe/test_kernel.py.
 """
 
@@ -23,9 +23,9 @@ THREADS = 128
 
 
 class ExpertOutputs:
-    """What a token's experts made of it, before they are summed up.
+    """The outputs of a token's experts, before they are summed.
 
-    Args: as of `combine`, and its modes.
+    Args: those of `combine`, and its modes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ExpertOutputs:
 
     @functools.cached_property
     def total(self) -> jax.Array:
-        """float32 [T, F], by a launch of its own."""
+        """float32 [T, F], computed by a launch of its own."""
         return combine(
             self.y, self.positions, self.weights, results=self.panels, features=self.features,
             columns=self.columns, **self.modes,
@@ -51,7 +51,7 @@ class ExpertOutputs:
 
     @property
     def parts(self) -> WeightedRows:
-        """Of one token, for the launch that norms the sum."""
+        """The outputs for one token, for the launch that norms the sum."""
         panels = self.panels
         return WeightedRows(
             rows=self.y, positions=self.positions, weights=self.weights, first=panels.first,
@@ -71,13 +71,13 @@ def combine(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """[T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
+    """Returns [T, F]: the sum over k of `weights[t, k] * y[positions[t * K + k]]`, 0 for -1.
 
     Args:
-        y: a 2-D array of floats, in which `results` says where the rows are.
-        features: F. Columns of `results` behind them are nobody's.
-        columns: at most so many of the output are a block's.
-        dtype: of the output; sums are float32.
+        y: A 2-D array of floats, in which `results` locates the rows.
+        features: F. Later columns of `results` are unused.
+        columns: The most columns of the output per CTA.
+        dtype: The output's dtype; sums are float32.
     """
     tokens, top_k = weights.shape
     columns = math.gcd(results.width, columns)
@@ -104,7 +104,7 @@ def combine(
         ]
         total = full(jnp.float32(0))
         for k, (place, row) in enumerate(zip(places, rows, strict=True)):
-            # A select: where there is no expert, what was read may be NaN.
+            # A select, and not a product: without an expert, the loaded numbers may be NaN.
             share = row.astype(jnp.float32) * full(weights_ref[token, k])
             total += jnp.where(full(place) >= 0, share, full(jnp.float32(0)))
 
@@ -128,7 +128,8 @@ def combine(
     return launch(
         body,
         name="moe_combine",
-        # Pallas turns the axes round: CUDA's x, the last, has room for more than 65,535 tokens.
+        # Pallas reverses the axes: CUDA's x, the last one here, has room for more than 65,535
+        # tokens.
         grid={"piece": whole + (rest > 0), "token": tokens},
         inputs={"y_ref": y, "positions_ref": positions, "weights_ref": weights},
         outputs={"out_ref": jax.ShapeDtypeStruct((tokens, features), dtype)},

@@ -1,6 +1,6 @@
-"""Tile configurations of `grouped_product` with weights of 4 bits.
+"""Tile configurations of `grouped_product` with 4-bit weights.
 
-To widen takes as long as to read, so two warpgroups at least work on a multiprocessor: one has
+Widening takes as long as reading, so at least two warpgroups work on a multiprocessor: one has
 gate's rows and another up's, or each has rows of its own.
 """
 
@@ -25,13 +25,14 @@ from jaxattn.kernels.moe.tile_config import (
     token_tile,
 )
 
-FEW_COLUMNS = 32  # of tokens, with which two blocks have registers enough
+FEW_COLUMNS = 32  # of tokens, with which two CTAs have registers enough
 DEPTHS = (BLOCK, 3 * ROWS, ROWS)  # numbers of K of a step, the first that divides K
-DEEP = (2 * BLOCK, 5 * ROWS)  # before these for one token: its warps wait for each step
+DEEP = (2 * BLOCK, 5 * ROWS)  # tried before these for one token: its warps wait for each step
 
 
 def lines(weights: jax.Array) -> jax.Array:
-    """Tiles [L, E, ..., K / C, bytes] as [L, E, R / 64, lines, 128], as they are copied."""
+    """Returns tiles [L, E, ..., K / C, bytes] as [L, E, R / 64, lines, 128], the form in which they
+    are copied."""
     layers, experts, *down, across, size = weights.shape
     return weights.reshape(layers, experts, math.prod(down), across * size // LINE, LINE)
 
@@ -45,9 +46,9 @@ def choose_four_bit(
     hidden: int,
     expert_size: int,
 ) -> MoeTileConfig:
-    """The cut for these sizes.
+    """Returns the tile configuration for these sizes.
 
-    With few tokens two blocks work on a multiprocessor, and each has two warpgroups that multiply.
+    With few tokens two CTAs share a multiprocessor, and each has two consumer warpgroups.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -75,7 +76,7 @@ def choose_four_bit(
 
 
 def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: int) -> int:
-    """All that shared memory has room for."""
+    """Returns all stages that fit in shared memory."""
     weights = made.parts * made.consumers * lines_of_step(form, made.depth) * LINE
     stage = -(-weights // 1024) * 1024 + columns * made.depth * 2
     results = made.rows * columns * (of_result + 4 * made.split)

@@ -1,6 +1,6 @@
-"""Sums over K of products with FP8 weights, for `GroupedGemmCta` (grouped_gemm.py).
+"""Accumulators over K with FP8 weights, for `GroupedGemmCta` (grouped_gemm.py).
 
-Each step's product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum.
+Each step's product, of 128 of K, has a scale, which multiplies it as it is added to the sum.
 """
 
 from typing import Any
@@ -19,9 +19,10 @@ PRODUCT = plgpu.Layout.WGMMA
 
 
 class ScaledAccumulators:
-    """Sums of a `GroupedGemmCta` with FP8 weights; each step's scale is read a step ahead."""
+    """The accumulators of a `GroupedGemmCta` with FP8 weights; each scale is loaded a step
+    ahead."""
 
-    def __init__(self, block: Any):  # a GroupedGemmCta
+    def __init__(self, block: Any):  # a `GroupedGemmCta`
         self.block = block
 
     def __call__(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
@@ -44,8 +45,8 @@ class ScaledAccumulators:
             slot, turned = block.arrived(done + s)
             following = scales(s + 1)
             every = self._products(slot, turned)
-            # wgmma has taken what was loaded. The interpreter does not know, and wants a fence
-            # between a load and the next copy to its place.
+            # wgmma has read the loaded numbers. The interpreter does not know this, and needs a
+            # fence between a load and the next copy to the same stage.
             if cut.interpret:
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.read.at[slot])
@@ -59,9 +60,9 @@ class ScaledAccumulators:
         return lax.fori_loop(0, cut.steps, step, ([zero] * len(parts), scales(0)))[0]
 
     def _products(self, slot: jax.Array, turned: Any) -> list[jax.Array]:
-        """A step's, of each part that is the warpgroup's, without its scale."""
+        """Returns a step's product for each of the warpgroup's parts, without its scale."""
         block, refs, product = self.block, self.block.refs, self.block.cut.product
-        # (part, which of its 64 rows)
+        # (part, its group of 64 rows)
         mine: list[Any] = [(part, block.wg) for part in range(product.parts)]
         if product.split:
             mine = [(block.wg, 0)]

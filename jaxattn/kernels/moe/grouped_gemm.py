@@ -1,34 +1,33 @@
-"""The grouped GEMM of a mixture of experts: one of its two products, over a work list's items.
+"""The grouped GEMM of a mixture of experts: one of its two products, over the items of a work list.
 
-Weights are the 64-row side of wgmma, as they are published, and tokens its columns, so that a few
-of them cost a few columns. With `narrow` a tile of fewer tokens than N is multiplied as one of
-fewer columns:
+Weights, in their published layout, are the 64-row side (M) of wgmma and tokens its columns (N), so
+that few tokens cost few columns (swap AB). With `narrow` a tile of fewer tokens than N is
+multiplied with fewer columns:
 
     gate_up    h^T [64, N] = silu(gate x^T) * (up x^T)      gate, up [64, K = F] of an expert
     down       y^T [64, N] = down h^T                       down     [64, K = I]
 
 A gradient with respect to the tokens is the same product with transposed weights, which are then
-[K, 64] of an expert: wgmma takes either order. Training also keeps gate x^T and up x^T.
+[K, 64] of an expert: wgmma accepts either order. Training also saves gate x^T and up x^T.
 
-An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A block of each
-multiprocessor takes many, item b, b + blocks and so on. Its last warpgroup issues the TMA copies
-into a ring of `stages` steps of K, the next item's too. One or two warpgroups multiply, each its
-own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order whatever the
-cut, so a token's result does not depend on the other tokens.
+An item is a tile of N tokens of one expert and 64 or 128 rows of its weights. A persistent CTA per
+multiprocessor processes items b, b + blocks and so on. Its last warpgroup issues the TMA copies
+into a ring of `stages` steps of K, the next item's too. One or two consumer warpgroups multiply,
+each its own 64 rows (of gate and up, or of `parts` tiles of down). A sum over K has one order
+whatever the tiling, so a token's result does not depend on the other tokens.
 
-Products of 16-bit weights may have a bias, and the activation may be another than SwiGLU (gpt-oss).
+Products of 16-bit weights may have a bias, and the activation may differ from SwiGLU (gpt-oss).
 
-FP8 weights are widened on their way through registers (hopper/fp8_operands.py), and so are weights
-of 4 bits, whose scales are multiplied in there (hopper/four_bit_mainloop.py). Each step's
-FP8 product, of 128 of K, has a scale, by which it is multiplied as it is added to the sum, in
-float32.
-Where few multiprocessors have an item, gate has one warpgroup and up another. Up's sums go through
-shared memory to gate's warpgroup.
+FP8 weights are widened in registers on their way to wgmma (hopper/fp8_operands.py). Each step's FP8
+product, of 128 of K, has a scale, which multiplies it as it is added to the sum, in float32. 4-bit
+weights are widened in the same way, together with their scales (hopper/four_bit_mainloop.py).
+If few multiprocessors have an item, gate has one warpgroup and up another. Up's sums then go
+through shared memory to gate's warpgroup.
 
-Results leave turned round, tokens as rows, in panels: [width / w, R, w] for w columns of each.
+Results are stored transposed, tokens as rows, in panels: [width / w, R, w] for w columns of each.
 
 Limits: K a multiple of 64, rows of weights of `GemmTileConfig.rows` * parts; bfloat16 or float16.
-Of FP8 weights K is a multiple of 128, and weights of 4 bits are whole tiles.
+With FP8 weights K is a multiple of 128, and 4-bit weights are whole tiles.
 Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
 tests/kernels/moe/test_kernel.py.
 """
@@ -69,7 +68,7 @@ from jaxattn.kernels.moe.tile_config import (
 
 
 def neighbours(limit: float, dtype: Any) -> tuple[float, float]:
-    """The largest number of a dtype below a limit, and the smallest above it."""
+    """Returns the largest number of a dtype below a limit, and the smallest above it."""
     nearest = np.asarray(limit, dtype)
     below = nearest if float(nearest) < limit else np.nextafter(nearest, np.asarray(-np.inf, dtype))
     above = nearest if float(nearest) > limit else np.nextafter(nearest, np.asarray(np.inf, dtype))
@@ -99,26 +98,27 @@ def grouped_product(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> dict[str, jax.Array]:
-    """The product of each tile of tokens with its expert's weights, where `target` says.
+    """Computes the product of each tile of tokens with its expert's weights, and stores it to
+    `target`.
 
     Args:
-        tokens: a 2-D array of bfloat16 or float16, in which `source` says where the tokens are.
+        tokens: A 2-D array of bfloat16 or float16, in which `source` locates the tokens.
         weights: [L, E, rows, K] of the tokens' dtype, or float8_e4m3fn; or tiles, uint8
             [L, E, ...].
-        scales: of FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
-        biases: [L, E, rows], of 16-bit weights.
-        activation: of gate_up; None is silu(gate) * up.
-        target: a reference to a 2-D array, which is written, or the `jax.ShapeDtypeStruct` of a new
-            one, which is returned by the name "target": rows of h in the tokens' dtype, of y in
-            that or float32.
+        scales: For FP8 weights, float32 [L, E, blocks of rows, blocks of K]; gate's before up's.
+        biases: [L, E, rows], for 16-bit weights.
+        activation: The activation of gate_up; None is silu(gate) * up.
+        target: A ref of a 2-D array, which is written, or the `jax.ShapeDtypeStruct` of a new one,
+            which is returned by the name "target": rows of h in the tokens' dtype, of y in that or
+            float32.
         layer: int32 [1]; the layer is `affine[0] * layer + affine[1]`.
-        results: where they go in `target`.
-        saved: of a new array [R, rows] of gate x and up x, in the tokens' dtype, by the name
-            "saved"; None keeps neither.
-        transposed: whether weights are [L, E, K, rows], of 16 bits.
+        results: The location of the results in `target`.
+        saved: The `jax.ShapeDtypeStruct` of a new array [R, rows] of gate x and up x, in the
+            tokens' dtype, returned by the name "saved"; None saves neither.
+        transposed: Whether weights are [L, E, K, rows], of 16 bits.
         columns: N.
-        gated: whether this is gate_up, and its result h.
-        form: of tiles.
+        gated: Whether this is gate_up, and its result h.
+        form: The format of tiles.
     """
     if form is None:
         height, depth = weights.shape[-2:][:: -1 if transposed else 1]
@@ -197,15 +197,15 @@ def grouped_product(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedGemmConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        columns: tokens that are multiplied together.
-        stages: places of the ring.
-        steps: of K.
-        apart: rows of weights from a part to the next.
-        pieces: of an expert's rows.
-        blocks: that walk over the items.
+        columns: Tokens that are multiplied together.
+        stages: Stages of the ring.
+        steps: Steps of K.
+        apart: Rows of weights from one part to the next.
+        pieces: Pieces of an expert's rows.
+        blocks: Persistent CTAs that process the items.
     """
 
     product: GemmTileConfig
@@ -226,12 +226,12 @@ class GroupedGemmConfig:
 
     @property
     def piece(self) -> int:
-        """Rows of an item: those of a part follow one another, and so do down's parts."""
+        """The rows of an item: those of a part are consecutive, and so are down's parts."""
         return self.product.rows * (1 if self.gated else self.product.parts)
 
     @property
     def widths(self) -> Sequence[int]:
-        """Of tiles, the number of tokens that they are multiplied as."""
+        """The numbers of tokens with which tiles can be multiplied."""
         if not self.product.narrow:
             return (self.columns,)
         least = NARROWEST if self.form is None else self.columns // 2
@@ -245,29 +245,29 @@ class GroupedGemmConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedGemmRefs:
-    """What a block works on: operands, then its shared memory and barriers."""
+    """The refs of a CTA: operands, then its shared memory and barriers."""
 
     tokens: Any
-    weights: Any  # [L, E, rows, K], of transposed ones [L, E, K, rows], or lines of tiles
+    weights: Any  # [L, E, rows, K], if transposed [L, E, K, rows], or lines of tiles
     tiles: Any
     total: Any
     layer: Any
-    scales: Any  # of FP8 weights, else None
+    scales: Any  # for FP8 weights, else None
     biases: Any  # or None
     target: Any
     saved: Any  # or None
     weights_smem: Any  # [stage, part, warpgroup, 64, depth], transposed, or lines of tiles
     tokens_smem: Any  # [stage, piece, N, columns]; 16-bit and FP8 weights have them in one piece
     out_smem: Any  # [warpgroup, N, 64]
-    up_smem: Any  # [64, N], where up has a warpgroup of its own
-    loaded: Any  # of each stage
-    read: Any  # by every warpgroup that multiplies
+    up_smem: Any  # [64, N], if up has its own warpgroup
+    loaded: Any  # full barriers
+    read: Any  # empty barriers, arrived at by every consumer
     up_there: Any
     up_read: Any
 
 
 class GroupedGemmCta:
-    """A block's items: its last warpgroup loads, the others multiply and store."""
+    """A CTA that processes items: its last warpgroup loads, the others multiply and store."""
 
     def __init__(self, cut: GroupedGemmConfig, refs: GroupedGemmRefs):
         self.cut, self.refs = cut, refs
@@ -282,19 +282,19 @@ class GroupedGemmCta:
         pl.when(self.wg < warpgroups)(self.multiply)
 
     def item(self, i: Any) -> GroupedGemmTile:
-        """The block's i-th, of which it may have none: then any. How many there are is not waited
-        for."""
+        """Returns the CTA's i-th item; any item if there are fewer. It does not wait for the number
+        of items."""
         tiles, pieces = self.refs.tiles, self.cut.pieces
         number = jnp.minimum(self.block + i * self.cut.blocks, tiles.shape[1] * pieces - 1)
         tile = lax.div(number, pieces)
-        # h lies where it was written, and x may have stayed where it was.
+        # h is where it was written, and x may have stayed in place.
         source = tiles[FROM if self.cut.gated else TO, tile]
         expert, target, groups = (tiles[j, tile] for j in (EXPERT, TO, GROUPS))
         return GroupedGemmTile(expert, source, target, groups, number - tile * pieces)
 
     def each(self, function: Any) -> jax.Array:
-        """`function(item, steps before it)` for each item, the next one's numbers read ahead; the
-        steps of all."""
+        """Calls `function(item, steps before it)` for each item, with the next item's indices
+        loaded ahead. Returns the total number of steps."""
 
         def one(i, carry):
             done, now = carry
@@ -305,7 +305,8 @@ class GroupedGemmCta:
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
     def narrowed(self, columns: int) -> "GroupedGemmCta":
-        """The same block for tiles of so many tokens, in the first rows of shared memory."""
+        """Returns the same CTA for tiles of `columns` tokens, in the first rows of shared
+        memory."""
 
         def rows(ref: Any) -> Any:  # [..., N, width]
             return ref.at[*[slice(None)] * (len(ref.shape) - 2), pl.ds(0, columns)]
@@ -322,7 +323,8 @@ class GroupedGemmCta:
         return block
 
     def in_width(self, method: Any) -> Any:
-        """`method(block, item, steps before it)` of the block for the item's tokens."""
+        """Returns `method(block, item, steps before it)`, called with the CTA for the item's
+        width."""
         columns, widths = self.cut.columns, self.cut.widths
         if len(widths) == 1:
             return partial(method, self)
@@ -338,7 +340,7 @@ class GroupedGemmCta:
         return function
 
     def load(self) -> None:
-        """The copying warpgroup: steps of K into the ring, as its places become free."""
+        """Loads steps of K into the ring, as its stages become free, in the producer warpgroup."""
         stages, read = self.cut.stages, self.refs.read
         if self.cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
@@ -377,7 +379,7 @@ class GroupedGemmCta:
                 plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, piece], there)
 
     def multiply(self) -> None:
-        """A multiplying warpgroup: its rows of each item."""
+        """Computes a consumer warpgroup's rows of each item."""
         if self.cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
         if self.cut.product.split:
@@ -388,7 +390,7 @@ class GroupedGemmCta:
 
     @property
     def sums(self) -> Any:
-        """`sums(item, steps before it)` are an item's."""
+        """The function `sums(item, steps before it)` that computes an item's sums."""
         if self.cut.form is not None:
             return partial(self._four_bit_sums, self.cut.form)
         return self._sums if self.refs.scales is None else ScaledAccumulators(self)
@@ -398,7 +400,7 @@ class GroupedGemmCta:
     ) -> list[jax.Array]:
         del now
         cut, refs, product = self.cut, self.refs, self.cut.product
-        # (part, which of its 64 rows)
+        # (part, its group of 64 rows)
         mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
         if product.split:
             mine = [(self.wg, 0)]
@@ -419,7 +421,8 @@ class GroupedGemmCta:
         self._store(now, every, self.refs.target, self.cut.results)
 
     def _kept(self, every: list[jax.Array]) -> list[jax.Array]:
-        """Gate and up. Rounding moves none across a limit, where the gradient jumps."""
+        """Returns gate and up as saved. Rounding moves none across a limit, where the gradient
+        jumps."""
         activation, dtype = self.cut.activation, self.refs.saved.dtype
         if activation is None:
             return every
@@ -445,7 +448,7 @@ class GroupedGemmCta:
         return [total + self._bias(now, part) for total, part in zip(sums, parts, strict=True)]
 
     def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
-        """A number for each row of the weights of a part, for every token."""
+        """Returns the bias of each row of a part's weights, for every token."""
         cut, of_expert = self.cut, self.refs.biases.at[self.layer, now.expert]
         some = pl.ds(pl.multiple_of(self.row(now, part), ROWS), ROWS)
         bias = plgpu.load(of_expert.at[some], layout=PRODUCT.reduce(1), optimized=False)
@@ -453,12 +456,12 @@ class GroupedGemmCta:
         return plgpu.layout_cast(wide, PRODUCT)
 
     def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
-        """The first of the weights' rows that this warpgroup has of a part."""
+        """Returns the first of this warpgroup's rows of a part's weights."""
         own = 0 if self.cut.product.split else self.wg * ROWS
         return now.place * self.cut.piece + part * self.cut.apart + own
 
     def _multiply_split(self) -> None:
-        """The warpgroup of gate, or that of up."""
+        """Runs the warpgroup of gate, or that of up."""
 
         @pl.when(self.wg == 0)
         def _gate():
@@ -498,7 +501,7 @@ class GroupedGemmCta:
             self._write(now, self.row(now, part), target, panels)
 
     def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
-        """The slot of a step, once it is loaded, and its tokens as columns."""
+        """Waits for a step, and returns its stage and its tokens as columns."""
         slot = lax.rem(step, self.cut.stages)
         plgpu.barrier_wait(self.refs.loaded.at[slot])
         return slot, self.refs.tokens_smem.at[slot, 0].transpose((1, 0))
@@ -509,7 +512,7 @@ class GroupedGemmCta:
         return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
     def _sums(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
-        """Of each part over all of K, of 16-bit weights."""
+        """Returns each part's sums over all of K, for 16-bit weights."""
         del now
         cut, refs = self.cut, self.refs
 
@@ -520,7 +523,7 @@ class GroupedGemmCta:
                 for part, acc in enumerate(accs):
                     tile = refs.weights_smem.at[slot, part, self.wg]
                     plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, turned)
-                plgpu.wgmma_wait(cut.product.parts)  # all but this step's are done
+                plgpu.wgmma_wait(cut.product.parts)  # all wgmmas except this step's are done
 
                 @pl.when(s > 0)
                 def _before():
@@ -535,7 +538,7 @@ class GroupedGemmCta:
     def _write(
         self, now: GroupedGemmTile, column: jax.Array, target: Any, panels: PanelMatrix
     ) -> None:
-        """A tile whose first `now.groups` groups of rows are somebody's."""
+        """Stores a tile whose first `now.groups` groups of rows are in use."""
         for group in range(self.cut.columns // GROUP):
 
             @pl.when(group < now.groups)

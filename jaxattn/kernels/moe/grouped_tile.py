@@ -1,4 +1,4 @@
-"""The next tile of a grouped product's block, and where rows of operands and results lie."""
+"""The next tile of a grouped product's CTA, and the location of rows of operands and results."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ class PanelMatrix:
     """A matrix [rows, K] in a 2-D array: panels of `width` columns, one below the other.
 
     Attributes:
-        first: row of the array where it begins.
-        rows: of a panel.
+        first: The row of the array where it begins.
+        rows: Rows of a panel.
     """
 
     first: int
@@ -24,17 +24,17 @@ class PanelMatrix:
     width: int
 
     def at(self, ref: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
-        """Some of its rows and columns, which lie in one panel."""
+        """Returns some of its rows and columns, which must lie in one panel."""
         of_panel, inside = lax.div(column, self.width), lax.rem(column, self.width)
         row = pl.multiple_of(self.first + of_panel * self.rows + row, GROUP)
         return ref.at[pl.ds(row, rows), pl.ds(pl.multiple_of(inside, columns), columns)]
 
 
 class GroupedGemmTile(NamedTuple):
-    """What a block does next."""
+    """The next item of a CTA."""
 
     expert: jax.Array
     source: jax.Array  # first row of its tokens
     target: jax.Array  # first row of its results
     groups: jax.Array  # of 8 tokens
-    place: jax.Array  # which of the expert's pieces of rows
+    place: jax.Array  # index among the expert's pieces of rows

@@ -2,14 +2,14 @@
 
     small_batch_alignment.py, medium_batch_alignment.py, large_batch_alignment.py,
     token_alignment.py
-                       who has work: of up to some hundred pairs in one launch, of many in three;
+                       the work list: one launch for up to some hundred pairs, three for many;
                        else XLA
     grouped_gemm.py    gate and up, then down, each expert's tokens times its weights
     combine.py         the sum of each token's experts
 
-Limits: F and I multiples of 64, of FP8 weights of 128; bfloat16, float16, or weights in
-float8_e4m3fn with scales of 128 x 128, or of 4 bits in tiles. FP8 weights have neither biases nor
-another activation.
+Limits: F and I multiples of 64, with FP8 weights of 128; bfloat16, float16, or weights in
+float8_e4m3fn with scales of 128 x 128, or 4-bit weights in tiles. FP8 weights have neither biases
+nor another activation.
 Reference: `jaxattn.ops.moe.experts.mixture_of_experts` (implementation="xla"); tests:
 tests/kernels/moe/test_kernel.py.
 """
@@ -65,7 +65,8 @@ def scratch(
     form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
-    """The scratch of `mixture_of_experts` in the arena, between and after the experts' products.
+    """Returns the scratch of `mixture_of_experts` in the arena, between and after the experts'
+    products.
 
     Args:
         tokens: T, padding included.
@@ -73,11 +74,11 @@ def scratch(
         experts: E.
         hidden: F.
         expert_size: I, columns of each expert.
-        dtype: dtype of the products' operands: the dtype of the weights, or of x if the weights are
+        dtype: The dtype of the products' operands: the weights', or x's if the weights are
             quantized.
-        fp8: whether the weights are FP8.
-        form: the format of 4-bit weights.
-        config: the tile sizes of the kernels; None is the choice of `mixture_of_experts`.
+        fp8: Whether the weights are FP8.
+        form: The format of 4-bit weights.
+        config: The tile configuration of the kernels; None is the choice of `mixture_of_experts`.
 
     Returns:
         Region `h` in `dtype`, the values between the experts' products, and region `y` in float32,
@@ -104,14 +105,14 @@ def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> Moe
 
 
 def output_columns(features: int) -> int:
-    """Columns of the outputs y: a panel has 128 at least."""
+    """Returns the columns of the outputs y: a panel has at least 128."""
     return -(-features // BLOCK) * BLOCK
 
 
 def refuse(
     x: jax.Array, gate_up: jax.Array, form: FourBitFormat | None = None, *, interpret: bool
 ) -> None:
-    """Raises `Refusal` with the reason where the kernels do not serve."""
+    """Raises `Refusal`, with the reason, if the kernels do not serve the call."""
     require_hopper(OP, interpret=interpret)
     if x.shape[0] == 0:
         raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
@@ -160,14 +161,15 @@ def mixture_of_experts_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> Any:
-    """`mixture_of_experts` of stacks [L, E, ...]; arguments are documented there.
+    """`mixture_of_experts` of stacks [L, E, ...], with the same arguments.
 
-    `affine` (a, b): the layer is `a * layer + b`. With `apart` the sum is an `ExpertOutputs`.
+    `affine` (a, b): the layer is `a * layer + b`. With `apart` the result is an `ExpertOutputs`
+    instead of the sum.
     """
     refuse(x, gate_up, form, interpret=interpret)
     if gate_up_scale is not None and (gate_up_bias is not None or activation is not None):
         raise Refusal(f"{OP}: the kernels have no biases or other activations beside FP8 weights")
-    # Without an arena the op has a gradient of its own, and this is never differentiated.
+    # Without an arena the op has its own gradient rule, and this call is never differentiated.
     x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = (
         without_gradient(
             OP,
@@ -193,7 +195,7 @@ def mixture_of_experts_mosaic(
     if listed is not None and columns == GROUP:
         work, x, left = listed
         if gate_up_bias is not None or activation is not None:
-            left = None  # what was made beside the list has neither
+            left = None  # the h made with the list has neither
     elif supports_pairs(tokens, top_k) and columns == GROUP:
         if not copies(features):
             x = jnp.pad(x, ((0, GROUP - tokens), (0, 0)))
@@ -210,7 +212,7 @@ def mixture_of_experts_mosaic(
             x = x[work.tokens]
 
     places, lanes = {}, {}
-    # In an arena both products' results would share a lane, if both had 16 bits.
+    # In an arena the results of both products would share a lane, if both had 16 bits.
     outputs = dtype if config.rounded and arena is None else jnp.float32
     for name, size, held in (("h", width, dtype), ("y", output_columns(features), outputs)):
         if arena is None:
@@ -242,7 +244,7 @@ def mixture_of_experts_mosaic(
     results = ExpertOutputs(
         y, work.positions, weights, places["y"], features, config.combine, modes
     )
-    exact = features == output_columns(features)  # else what reads the parts has no last ones
+    exact = features == output_columns(features)  # else the parts' reader lacks the last columns
     out = results if apart and exact else results.total
     if arena is None:
         return out

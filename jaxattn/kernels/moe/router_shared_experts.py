@@ -1,19 +1,20 @@
 """Router, top-k gating and shared experts' gate and up products of a token, in one launch.
 
-Which experts a token takes is known late: the router's product and the choice are two launches that
-wait for one another, while hardly anything is read. The shared experts are known before. So a
-cluster of blocks multiplies the router and chooses, and other blocks meanwhile read gate and up of
-the shared experts and write their rows of h. `mixture_of_experts` goes on with the rest.
+The routed experts of a token are known late: the router's product and the gating are two dependent
+launches, during which hardly anything is read. The shared experts are known beforehand. So one
+cluster of CTAs multiplies the router and does the gating, while other CTAs read gate and up of the
+shared experts and write their rows of h. `mixture_of_experts` then computes the rest.
 
-    cluster 0      logits = x @ router, each block some of K; the first block adds up and chooses
-    clusters 1..   two blocks for 64 columns of a shared expert: silu(x @ gate) * (x @ up)
+    cluster 0      logits = x @ router, each CTA some of K; the first CTA adds up and chooses
+    clusters 1..   two CTAs for 64 columns of a shared expert: silu(x @ gate) * (x @ up)
 
-A multiprocessor reads these 0.5 MB in 5 us, longer than the choice takes. So two blocks share the K
-numbers, and read one another's sums.
+A multiprocessor reads the 0.5 MB of these columns in 5 us, longer than the gating takes. So two
+CTAs divide the K numbers, and read one another's sums.
 
-The list of work needs no sort: a token's experts are different ones, and so tile k is its k-th.
+The work list needs no sort: a token's experts are distinct, and so tile k is that of its k-th
+expert.
 
-The token may come without its norm. Then each block norms what it multiplies
+The token may come without its norm. Then each CTA norms the numbers that it multiplies
 (reduce/rms_norm_prologue.py).
 
 Limits: one token, 64 experts (128 columns of a router in two halves), F a multiple of 128, I of 64,
@@ -59,15 +60,16 @@ from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
 EXPERTS = 64
 COLUMNS = 2 * EXPERTS  # of a router in two halves: the M of two wgmmas
 DEPTH = 128  # numbers of K of a copy
-PARTS = 8  # blocks of a cluster
-STAGES = 5  # copies that a block has under way
-SHARERS = 2  # blocks of a cluster that share the K numbers of 64 columns
+PARTS = 8  # CTAs of a cluster
+STAGES = 5  # copies that a CTA has in flight
+SHARERS = 2  # CTAs of a cluster that divide the K numbers of 64 columns
 MOST_NORMED = PARTS * DEPTH * MOST_PAIRS // 2  # features
 ROW = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
 
 def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always: int) -> str | None:
-    """Why the kernel does not serve x [T, F], router [L, F, N], gate_up [L, E, 2 I, F], or None."""
+    """Returns why the kernel does not serve x [T, F], router [L, F, N], gate_up [L, E, 2 I, F], or
+    None."""
     if x.shape[0] != 1 or not always or not supports_pairs(1, top_k + always):
         return (
             f"the kernel has one token of at most {PAIRS} experts, some of them shared; got x "
@@ -87,7 +89,7 @@ def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always:
 
 
 def supports_norm(features: int) -> bool:
-    """Whether the kernel also makes the norm of a token."""
+    """Whether the kernel also supports the norm of a token."""
     return features % (PARTS * DEPTH) == 0 and features <= MOST_NORMED
 
 
@@ -108,18 +110,18 @@ def router_shared_experts_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, RoutedToken, Arena, jax.Array | None]:
-    """(ids, weights [1, K + always], the list of work, the arena with the shared experts' h, and
-    with a norm the sum, float32 [1, F]).
+    """Returns (ids, weights [1, K + always], the work list, the arena with the shared experts' h,
+    and with a norm the sum, float32 [1, F]).
 
     Args:
         x: [1, F].
-        router: of all layers, in two halves: [L, F, 2 E].
-        bias: of all layers, float32 [L, E].
+        router: The routers of all layers, in two halves: [L, F, 2 E].
+        bias: The biases of all layers, float32 [L, E].
         gate_up: [L, E + always, 2 I, F].
-        choice: of a `Router`.
+        choice: The options of a `Router`.
         affine: (a, b), for the layer `a * layer + b`.
         valid: int32 [1], 0 for padding.
-        norm: the norm of x + added, which comes first. x is then float32.
+        norm: The norm of x + added, which comes first. x is then float32.
     """
     require_hopper("router_shared_experts", interpret=interpret)
     pairs = choice["top_k"] + always
@@ -150,7 +152,7 @@ def router_shared_experts_mosaic(
         choice=TopkGating(**choice, experts=EXPERTS, interpret=interpret),
         interpret=interpret,
     )
-    # The interpreter's copies end with the array; elsewhere zeros come from behind it.
+    # The interpreter's copies end with the array; on a GPU TMA reads zeros past it.
     behind = GROUP - 1 if interpret else 0
     if norm is None:
         x = jnp.pad(x, ((0, behind), (0, 0)))
@@ -219,12 +221,13 @@ def router_shared_experts_mosaic(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterExpertsConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
         width: I.
-        steps: of K.
-        results: where the rows of h lie; an expert's 8 begin at 8 times its place among the ids.
+        steps: Steps of K.
+        results: The location of the rows of h; an expert's 8 rows begin at 8 times its index among
+            the ids.
     """
 
     always: int
@@ -237,7 +240,7 @@ class RouterExpertsConfig:
 
     @property
     def pieces(self) -> int:
-        """Of a shared expert, each some blocks'."""
+        """The pieces of a shared expert, each for some CTAs."""
         return self.width // ROWS
 
     @property
@@ -247,7 +250,7 @@ class RouterExpertsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterExpertsRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+    """The refs of a CTA: operands and results, then its shared memory and barriers."""
 
     x: Any
     router: Any  # [L, F, 128]
@@ -256,9 +259,9 @@ class RouterExpertsRefs:
     layer: Any
     valid: Any  # or None
     h: Any
-    apart: Any  # the interpreter's, for the sums of a cluster and its squares
-    shared_apart: Any  # likewise, for gate and up
-    added: Any  # of a norm, as its weights, the sum and what is normed; else None
+    apart: Any  # the interpreter's, for a cluster's sums and squares
+    shared_apart: Any  # the same, for gate and up
+    added: Any  # for a norm, as its weights, the sum and the normed token; else None
     norms: Any
     ids: Any
     weights: Any
@@ -272,19 +275,19 @@ class RouterExpertsRefs:
     x_smem: Any  # [stage, 8, 128]; with a norm `smem` of its K
     out_smem: Any  # [8, 64]
     sums_smem: Any  # [8, 128]
-    shared_smem: Any  # [2, 64, 8], of gate and up
+    shared_smem: Any  # [2, 64, 8], for gate and up
     logits_smem: Any
     bias_smem: Any
     scores_smem: Any
     choice_smem: Any
     ids_smem: Any
-    loaded: Any  # of each stage
+    loaded: Any  # full barriers
     biased: Any
     met: Any
 
 
 class RouterExpertsCta:
-    """A block of the cluster that chooses, or of one that multiplies a shared expert."""
+    """A CTA of the cluster that does the gating, or of one that multiplies a shared expert."""
 
     def __init__(
         self,
@@ -307,7 +310,7 @@ class RouterExpertsCta:
         pl.when((self.tile > 0) & self.some)(partial(self._share, item, sharer))
 
     def _load(self, begin: Any, weights: Any, step: Any) -> None:
-        """A step of K, of which `weights(K)` says two tiles."""
+        """Loads a step of K; `weights(K)` returns two tiles of it."""
         refs, slot = self.refs, lax.rem(step, STAGES)
         some = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
         if self.normed is None:
@@ -317,12 +320,12 @@ class RouterExpertsCta:
             plgpu.copy_gmem_to_smem(source, refs.ring.at[slot, half], refs.loaded.at[slot])
 
     def _begin(self, begin: Any, steps: Any, weights: Any) -> None:
-        """The first steps, as many as there are places for."""
+        """Loads the first steps, as many as there are stages."""
         for step in range(min(STAGES, self.cut.steps)):
             pl.when(step < steps)(partial(self._load, begin, weights, jnp.int32(step)))
 
     def _stream(self, begin: Any, steps: Any, weights: Any, product: Any) -> None:
-        """`product(slot, halves)` of each step of K, with the token's two halves of it."""
+        """Calls `product(slot, halves)` for each step of K, with the token's two halves of it."""
         cut, refs = self.cut, self.refs
         load = partial(self._load, begin, weights)
 
@@ -342,11 +345,11 @@ class RouterExpertsCta:
             def _reload():
                 warpgroup_barrier(
                     interpret=cut.interpret
-                )  # all four warps' products have read the slot
+                )  # all four warps' products have read the stage
                 load(step + STAGES - 1)
 
     def norm(self, first: Any, pairs: int) -> RmsNormPrologue:
-        """Of so many pairs of steps from `first` of K."""
+        """Returns the prologue for `pairs` pairs of steps from `first` of K."""
         refs, normed = self.refs, self.normed
         assert normed is not None
         return RmsNormPrologue(
@@ -356,7 +359,7 @@ class RouterExpertsCta:
             interpret=self.cut.interpret,
         )  # fmt: skip
 
-    # --- the router and the choice
+    # --- the router and the gating
 
     def _route(self) -> None:
         cut, refs = self.cut, self.refs
@@ -369,7 +372,7 @@ class RouterExpertsCta:
         self._begin(begin, end - begin, weights)
         if refs.bias is not None:
 
-            @pl.when(self.part == 0)  # which chooses, and waits for the copy
+            @pl.when(self.part == 0)  # the CTA that chooses, and waits for the copy
             def _bias():
                 refs.bias_smem[...] = cut.choice.full(jnp.float32(0))
                 plgpu.commit_smem()
@@ -393,7 +396,7 @@ class RouterExpertsCta:
         products = pl.run_scoped(accumulate, plgpu.ACC((COLUMNS, GROUP), jnp.float32))
         store_transposed(refs.sums_smem, products, interpret=cut.interpret)
         if norm is not None:
-            refs.sums_smem.at[1][...] = squares  # in the place of a next token's sums
+            refs.sums_smem.at[1][...] = squares  # in the memory of a next token's sums
         if refs.apart is not None:
             for row in range(1 + (norm is not None)):
                 refs.apart[self.tile, row, self.part] = refs.sums_smem[row]
@@ -402,10 +405,10 @@ class RouterExpertsCta:
         pl.when(self.part == 0)(partial(self._choose, factor))
         if norm is not None and factor is not None:
             norm.give(sums, weighted, factor)
-        cluster_barrier(refs.met, interpret=cut.interpret)  # until the first has read all sums
+        cluster_barrier(refs.met, interpret=cut.interpret)  # until the first CTA has read all sums
 
     def _summed(self, row: int, blocks: Sequence[Any] = range(PARTS)) -> jax.Array:
-        """A row of the sums, of blocks of the cluster."""
+        """Returns a row of the sums, added over CTAs of the cluster."""
 
         def of(other: Any) -> Any:
             if self.refs.apart is not None:
@@ -441,7 +444,7 @@ class RouterExpertsCta:
         self._list(ids)
 
     def _list(self, ids: list[jax.Array]) -> None:
-        """Tile k is the k-th expert's, and its rows begin at 8 k."""
+        """Writes the work list: tile k is the k-th expert's, and its rows begin at 8 k."""
         refs, choice = self.refs, self.cut.choice
         layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
 
@@ -464,7 +467,7 @@ class RouterExpertsCta:
     # --- the shared experts
 
     def _share(self, item: jax.Array, sharer: jax.Array) -> None:
-        """A block's part of K; one without an item of its own does the last again, and stores
+        """Computes a CTA's part of K. A CTA without its own item repeats the last item, and stores
         nothing."""
         cut, refs = self.cut, self.refs
         mine = (item < cut.items) & (sharer == 0)
@@ -523,7 +526,7 @@ class RouterExpertsCta:
         cluster_barrier(refs.met, interpret=cut.interpret)  # until the others have read the sums
 
     def _of_sharers(self, sharers: list[Any], place: int) -> jax.Array:
-        """The sum of gate's or up's parts, in the order of K."""
+        """Returns the sum of gate's or up's parts, in the order of K."""
 
         def of(other: Any) -> Any:
             if self.refs.shared_apart is not None:

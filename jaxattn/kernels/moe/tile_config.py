@@ -7,32 +7,32 @@ import jax.numpy as jnp
 
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 
-ROWS = 64  # rows of weights that one wgmma multiplies
-GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stored by so many
+ROWS = 64  # rows of weights of one wgmma
+GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stored in such groups
 BLOCK = 128  # rows and columns of FP8 weights that share a scale
 WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 TOKEN_TILES = (8, 16, 32, 64, 128)
-ROUNDED = 1024  # tokens from which on outputs of experts have 16 bits
-NARROWEST = 32  # tokens that a tile of more is multiplied as, and multiples of it
-FP8_COLUMNS = 64  # of which a warpgroup has registers for a step's product and the sum, twice
+ROUNDED = 1024  # tokens from which on the experts' outputs have 16 bits
+NARROWEST = 32  # least columns for larger tiles, whose columns are multiples of it
+FP8_COLUMNS = 64  # a warpgroup has registers for a product and a sum with so many, twice
 BARRIER_BYTES = 2048  # left for barriers and alignment
 MOST_STAGES = 12
-FEW_MORE = NUM_SMS // 8  # items of gate and up that are no reason for a second round
+FEW_MORE = NUM_SMS // 8  # items of gate and up that do not justify a second wave
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GemmTileConfig:
-    """How one of the two grouped products is cut.
+    """The tiling of one of the two grouped products.
 
     Attributes:
-        consumers: warpgroups that multiply, each its own rows of weights: 1 or 2.
-        parts: tiles of 64 rows of weights that each of them has. Gate and up are one each.
-        split: for FP8 and 4 bits with one consumer: gate and up have a warpgroup each.
-        depth: numbers of K that a stage of shared memory holds: 64 or 128, of 4 bits up to 320.
-        stages: of the ring that the weights come through; None: all that fit.
-        blocks: that work at a time.
-        together: of them on a multiprocessor.
-        narrow: whether tiles of few tokens are multiplied as narrower ones; not of FP8 weights.
+        consumers: Consumer warpgroups, each with its own rows of weights: 1 or 2.
+        parts: Tiles of 64 rows of weights per consumer. Gate and up are one each.
+        split: Whether gate and up have a warpgroup each, for FP8 and 4 bits with one consumer.
+        depth: Numbers of K per stage: 64 or 128, with 4 bits up to 320.
+        stages: Stages of the weights' ring; None: all that fit.
+        blocks: Concurrent CTAs.
+        together: CTAs per multiprocessor.
+        narrow: Whether tiles of few tokens are multiplied with fewer columns; not for FP8 weights.
     """
 
     consumers: int = 1
@@ -46,24 +46,24 @@ class GemmTileConfig:
 
     @property
     def rows(self) -> int:
-        """Rows of weights of an item, of each part."""
+        """Rows of weights of an item, per part."""
         return self.consumers * ROWS
 
     @property
     def warpgroups(self) -> int:
-        """That multiply."""
+        """Warpgroups that multiply."""
         return self.parts if self.split else self.consumers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoeTileConfig:
-    """How a mixture of experts is cut.
+    """The tiling of a mixture of experts.
 
     Attributes:
-        columns: most tokens of a tile, the N of wgmma.
-        gate_up, down: its two products.
-        combine: columns of the output that a block sums up.
-        rounded: whether outputs of experts are rounded to the operands' dtype before they are
+        columns: The most tokens of a tile, the N of wgmma.
+        gate_up, down: The tilings of the two products.
+        combine: Columns of the output that a CTA sums up.
+        rounded: Whether the experts' outputs are rounded to the operands' dtype before they are
             summed up in float32.
     """
 
@@ -75,9 +75,9 @@ class MoeTileConfig:
 
 
 def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
-    """Tokens of a tile: what most experts get, a few more included.
+    """Returns the tokens of a tile: a few more than most experts get.
 
-    `pairs` (token, expert) are spread over the experts by chance. Where they have 8 tokens at most,
+    `pairs` (token, expert) are spread over the experts by chance. If experts have at most 8 tokens,
     one tile of 8 has them all. A larger tile than needed costs reads of tokens, which come from L2;
     a smaller one reads weights again, also from L2.
     """
@@ -97,18 +97,20 @@ def choose(
     expert_size: int,
     quantized: bool = False,
 ) -> MoeTileConfig:
-    """The cut for these sizes; `quantized`: for FP8 weights.
+    """Returns the tile configuration for these sizes; `quantized`: whether the weights are FP8.
 
-    Few items leave multiprocessors idle: then an item has 64 rows. Of some more than there are
-    multiprocessors, two are worked on at a time by each: else a second round of them has few. Small
-    items of 16-bit weights may be three. Of gate and up, whose items are long, an eighth more are
-    no second round. Many items share a read of tokens between two warpgroups. To widen FP8 weights
-    keeps one warpgroup busy, so there are two as soon as nearly every multiprocessor has an item of
-    128 rows. With fewer items one warpgroup has gate's rows, and another has up's.
+    Few items leave multiprocessors idle: an item then has 64 rows. With somewhat more items than
+    multiprocessors, each multiprocessor runs two at a time, because a second wave would have few.
+    Small items of 16-bit weights may be three at a time. For gate and up, whose items are long, an
+    eighth more than multiprocessors does not justify a second wave. With many items two warpgroups
+    share a read of tokens. Widening FP8 weights keeps one warpgroup busy, so there are two as soon
+    as nearly every multiprocessor has an item of 128 rows. With fewer items one warpgroup has
+    gate's rows, and another has up's.
 
-    Of many tokens the outputs are rounded: to write and read them in float32 takes as long as an
-    eighth of the products. Tiles of down are then multiplied as narrow as they are. Those of gate
-    and up took longer so: blocks with narrow tiles run ahead of those that read the same weights.
+    With many tokens the outputs are rounded: writing and reading them in float32 takes as long as
+    an eighth of the products. Tiles of down are then multiplied with as few columns as they have
+    tokens. Tiles of gate and up took longer that way: CTAs with narrow tiles run ahead of those
+    that read the same weights.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
@@ -119,14 +121,14 @@ def choose(
         wide = width % (2 * ROWS * parts) == 0
         items = used * (width // (2 * ROWS * parts))
         consumers = 2 if wide and items >= (0.9 if quantized else 2) * NUM_SMS else 1
-        # Scales are of 128 of K. Else small steps leave room for more of them.
+        # Scales are of 128 of K. Otherwise small steps leave room for more stages.
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
         return GemmTileConfig(consumers=consumers, parts=parts, depth=step)
 
     def all_at_once(made: GemmTileConfig, width: int, most: int) -> GemmTileConfig:
         items = used * (width // (made.rows * made.parts))
         together = -(-items // NUM_SMS)
-        one = made.consumers == 1 and not quantized  # whose blocks have registers for three
+        one = made.consumers == 1 and not quantized  # whose CTAs have registers for three
         if columns != GROUP or not NUM_SMS < items <= most or not (one or together == 2):
             return made
         return dataclasses.replace(made, blocks=together * NUM_SMS, together=together)
@@ -153,28 +155,28 @@ def choose(
 
 
 def padded_rows(tokens: int, top_k: int, experts: int, columns: int, group: int = GROUP) -> int:
-    """R: rows that the tokens have, sorted by expert and padded, whatever they choose. The last
-    tile may read past the last expert's own."""
+    """Returns R, the rows of the tokens, sorted by expert and padded, whatever they choose. The
+    last tile may read past the last expert's own."""
     pairs = tokens * top_k
     rows = pairs + (group - 1) * min(experts, pairs)
     return -(-rows // group) * group + max(columns - group, 0)
 
 
 def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
-    """Tiles of tokens, whatever they choose."""
+    """Returns the most tiles of tokens, whatever they choose."""
     pairs = tokens * top_k
     return min(experts, pairs) + pairs // columns
 
 
 def panel(width: int) -> int:
-    """Columns of a panel of a matrix of that width."""
+    """Returns the columns of a panel of a matrix of that width."""
     return math.gcd(width, WIDEST)
 
 
 def stages_of(
     product: GemmTileConfig, columns: int, dtype: str, of_results: str, weights: str
 ) -> int:
-    """Of the ring: what is asked for, or all that shared memory has room for."""
+    """Returns the requested stages of the ring, or all that fit in shared memory."""
     if product.stages is not None:
         return product.stages
     width = lambda name: jnp.dtype(name).itemsize  # noqa: E731

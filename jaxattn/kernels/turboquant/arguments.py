@@ -12,9 +12,10 @@ from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TurboDecodeCall(GqaDecodeCall):
-    """
+    """The arguments of one call.
+
     Attributes:
-        form: the cache's format.
+        form: The cache's format.
     """
 
     op: ClassVar[str] = "turbo_attention"

@@ -1,6 +1,6 @@
-"""A number as two e4m3 ones: x rounded, and 16 times what is left.
+"""A number as two e4m3 terms: x rounded, and 16 times the remainder.
 
-2**-8 of x is lost at most, as of a bfloat16.
+At most 2**-8 of x is lost, as in a bfloat16.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ TERM_EXPONENT = 7  # the largest query of a row is from 2**7 to 2**8
 def divided_queries(
     q: jax.Array, wide: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [N, D] in the range of e4m3, and float32 [N]: what their scores are to be multiplied
-    by, a power of two.
+    """Returns queries [N, D] in the range of e4m3, and float32 [N], the factors of their scores,
+    which are powers of two.
 
     Args:
         q: float32.
-        wide: makes a number of each row a number of each of its dims.
+        wide: Broadcasts a number of each row over the row's dims.
     """
     largest = jnp.max(jnp.abs(q), axis=1)
     exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
-    # NaN, and float32's largest and smallest, are divided by less.
+    # NaN, and float32's largest and smallest numbers, are divided by less.
     exponent = jnp.minimum(jnp.maximum(exponent, TERM_EXPONENT + 1), 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
@@ -44,7 +44,8 @@ def divided_queries(
 
 
 def store_terms(targets: tuple[Any, Any], x: jax.Array, *, interpret: bool) -> None:
-    """Both terms of x [N, K], as scores lie in registers, each to its target [N, K]."""
+    """Stores both terms of x [N, K], in the register layout of scores, each to its target [N,
+    K]."""
     if interpret:
         first = x.astype(E4M3)
         terms: Any = first, ((x - first.astype(jnp.float32)) * SECOND_TERM).astype(E4M3)

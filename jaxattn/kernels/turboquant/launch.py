@@ -1,7 +1,8 @@
 """Grouped-query decode over TurboQuant pages: softmax(q K^T) V of each row's last S tokens.
 
-Work is cut and merged as in gqa_decode: the same schedule, parts, partial results and combination.
-The kernel rotates the queries and makes them two e4m3 terms; nothing dense is made of the cache.
+Work is divided and combined as in gqa_decode: the same schedule, parts, partial results and
+combine. The kernel rotates the queries and splits them into two e4m3 terms; it never dequantizes
+the cache to memory.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, any preset, S
 and group.
@@ -30,11 +31,11 @@ from jaxattn.kernels.turboquant.smem import (
 
 
 def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
-    """Raises `Refusal`, with the reason, where the kernel cannot run.
+    """Raises `Refusal`, with the reason, if the kernel cannot run.
 
     Args:
         q: [B, S, H, D], an array or its shape.
-        kv_cache: uint8 [..., Hk, C * slot_bytes], likewise.
+        kv_cache: uint8 [..., Hk, C * slot_bytes], an array or its shape.
     """
     page = kv_cache.shape[-1] // form.slot_bytes
     if q.dtype not in DTYPES:
@@ -49,8 +50,8 @@ def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
 def turbo_decode_mosaic(
     call: TurboDecodeCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[Any, ...]:
-    """`turbo_attention` on a Hopper GPU; arguments and results are documented there, the arena and
-    the schedule at `gqa_decode`."""
+    """`turbo_attention` on a Hopper GPU, with the same arguments and results; `gqa_decode`
+    documents the arena and the schedule."""
     require_hopper("turbo_attention", interpret=interpret)
     refuse(call.q, call.kv_cache, call.form)
     call = call.stacked().scheduled(interpret=interpret)
@@ -67,7 +68,7 @@ def turbo_decode_mosaic(
     written = launch(
         lambda **refs: TurboDecodeMainloop(cut, *refs_of(refs, TurboDecodeSmem)).run(),
         name=f"turbo_decode_{form.preset}",
-        # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
+        # The last axis runs fastest: the tiles of a pair read the same pages while they are in L2.
         grid={"part": line.parts, "tile": call.tiles},
         inputs={"q_ref": queries, "kv_ref": cache, **inputs, **results.inputs},
         outputs=results.outputs,

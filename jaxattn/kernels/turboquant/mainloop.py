@@ -1,21 +1,22 @@
-"""The body of `turbo_decode`: a warpgroup loads, and two to four take a part's steps in turns.
+"""The body of `turbo_decode`: one producer warpgroup, and two to four consumers that take steps in
+turns.
 
-Packed rows (query token, head of the group) are the columns of both products, whose left operand
-is codes turned into e4m3 numbers in registers:
+Packed rows (query token, head of the group) are the columns (N) of both products, whose left
+operand is codes dequantized to e4m3 numbers in registers:
 
     scores^T [64 tokens, 2 N] = K Q^T           K as codes; the tokens' norms multiply the scores
     out^T    [D, 2 N]         = V^T (s P)^T     V counted from the middle code
 
-Q and s P, the probabilities times their tokens' scales, are two e4m3 terms each, which stand side
-by side as columns. s P is divided by a unit per packed row and step, so that e4m3 has room for it;
-the product is added to float32 sums, times that unit. What the middle codes stand for is a sum over
-tokens alone, and joins the output at a piece's end. The rest is gqa_decode's, of decode/cta.py and
-gqa/decode/load/producer.py: a step's place is free as soon as all warps have its codes in
-registers.
+Q and s P, the probabilities times their tokens' scales, are two e4m3 terms each, as adjacent groups
+of columns. To fit e4m3, s P is divided by a unit per packed row and step; the product times that
+unit is added to float32 sums. The values of the middle codes contribute a sum over tokens only,
+which joins the output at a piece's end. The rest is that of gqa_decode, in decode/cta.py and
+gqa/decode/load/producer.py: a stage is free as soon as all warps have its codes in registers.
 
-With few packed rows a warpgroup takes two of its steps at a time, and a last odd one alone. So work
-that does not depend on the number of tokens is done once per 128 tokens: maxima between lanes, P's
-way through shared memory, the rescaling of sums. smem.py names the preset that is faster without.
+With few packed rows a warpgroup takes two of its steps at a time, and a last odd one by itself.
+Work that does not depend on the number of tokens is then done once per 128 tokens: maxima between
+lanes, P's way through shared memory, the rescaling of sums. For the preset that is faster without
+this, see smem.py.
 """
 
 import dataclasses
@@ -57,22 +58,23 @@ from jaxattn.kernels.turboquant.smem import (
 )
 from jaxattn.kernels.turboquant.work_partition import TurboWorkPartition
 
-# s P is less than 2**8 once it is divided by its unit, a power of two. 2**-111 is the least that
-# the largest of s is taken for; numbers of float16 are above it.
+# s P is less than 2**8 after the division by its unit, a power of two. 2**-111 is the least value
+# assumed for the largest of s; numbers of float16 are above it.
 P_EXPONENT, LEAST_EXPONENT = 7, 16
 EXPONENT = 0xFF << EXPONENT_AT
-FEW_COLUMNS = 16  # whose sums of all dims are in registers beside the output
-MINIMA = 2  # in `TurboDecodeSmem.units`, behind two units
+FEW_COLUMNS = 16  # for which the sums of all dims fit in registers together with the output
+MINIMA = 2  # index in `TurboDecodeSmem.units`, after two units
 
 Numbers = list[jax.Array]  # of the tokens of each step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurboDecodeConfig(GqaDecodeConfig):
-    """
+    """The static properties of a `turbo_decode` launch.
+
     Attributes:
-        form: the cache's format.
-        room: how the block's memory is divided.
+        form: The cache's format.
+        room: The division of the CTA's memory.
     """
 
     form: TurboFormat
@@ -133,7 +135,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         return state if together == 1 else lax.fori_loop(turns * together, taken, one, state)
 
     def _taken(self, piece: GqaDecodeTile, i: jax.Array, count: int, state: Any) -> Any:
-        """The state after so many steps from this warpgroup's `i`-th on."""
+        """Returns the state after `count` steps from this warpgroup's `i`-th on."""
         (top, total, minima, accs), memory, cut = state, self.memory, self.cut
         places = self.iota(0).astype(jnp.float32)
         slots, tokens = self._all_loaded(piece, i, count)
@@ -141,13 +143,14 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         numbers = [self.fragments.numbers(each, places) for each in codes]
         norms, scales, middles = map(list, zip(*numbers, strict=True))
         whole = functools.reduce(jnp.logical_and, (self.all_seen(piece, t) for t in tokens))
-        # Selected: 0 times the NaN of a token that a row does not see would be NaN.
+        # Selected, because 0 times the NaN of a token that a row does not see would be NaN.
         hidden = functools.partial(self._hidden, piece, tokens)
         mask = lambda *numbers: hidden(0.0, numbers)  # noqa: E731
         scales, middles = lax.cond(whole, lambda *numbers: list(numbers), mask, scales, middles)
         scales, unit = self._divided(scales)
-        # Of two places, since other warps may still read the last one; and before the warps meet,
-        # so that the lanes' exchange is not put off until the scores are there.
+        # There are two buffers, since other warps may still read the last one. The store comes
+        # before the warps synchronize, so that the lanes' exchange is not delayed until the scores
+        # are there.
         turn = lax.div(i, cut.room.together)
         units_smem = memory.units.at[lax.rem(turn, 2), self.wg]
         units_smem[...] = unit
@@ -158,7 +161,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
             values.append(made)
             store_transposed(self._scores(k), product, interpret=cut.interpret)
         warpgroup_barrier(interpret=cut.interpret)
-        # All four warps have the codes, as they met to exchange their scores.
+        # All four warps have the codes, because they synchronized to exchange their scores.
         for slot in slots:
             plgpu.barrier_arrive(memory.codes_read.at[self.wg, slot])
         scores = []
@@ -186,8 +189,8 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
     def _all_loaded(
         self, piece: GqaDecodeTile, i: jax.Array, count: int
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """(the places in the ring of the codes of so many of this warpgroup's steps, which are
-        there; the steps' first tokens)."""
+        """Waits for the codes of `count` of this warpgroup's steps. Returns (their stages in the
+        ring, the steps' first tokens)."""
         memory, cut = self.memory, self.cut
         step = piece.first + cut.consumers * i
         slot = lax.rem(place_of(piece.done + step, cut.consumers)[1], cut.room.steps)
@@ -205,24 +208,25 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
     def _hidden(
         self, piece: GqaDecodeTile, tokens: Any, instead: float, kinds: Any
     ) -> list[Numbers]:
-        """Numbers of each kind and step, others where a packed row does not see a token."""
+        """Returns the numbers of each kind and step, replaced by `instead` where a packed row does
+        not see a token."""
         seen = [self.seen(piece, token) for token in tokens]
         return [
             [jnp.where(s, x, instead) for s, x in zip(seen, kind, strict=True)] for kind in kinds
         ]
 
     def _powers(self, scores: jax.Array) -> jax.Array:
-        """log2 of weights, of scores times `factor`."""
+        """Returns log2 of weights, from scores times `factor`."""
         if self.cut.soft_cap is None:
             return scores
-        # tanh, whose approximate instruction is off by 2**-11 of the cap.
+        # tanh by exp2, since the approximate instruction is off by 2**-11 of the cap.
         return (1.0 - 2.0 / (jnp.exp2(scores) + 1.0)) * (self.cut.soft_cap * LOG2E)
 
     def _divided(self, scales: Numbers) -> tuple[Numbers, jax.Array]:
-        """The scales of tokens, divided so that s P has room in e4m3; and by what, for each row.
+        """Returns the tokens' scales, divided so that s P fits e4m3, and the divisor of each row.
 
-        No p is above 1, so the largest scale says what s P can be at most. It needs no score: lanes
-        tell each other of it before the first product is waited for.
+        No p is above 1, so the largest scale bounds s P. It needs no score: lanes exchange it
+        before they wait for the first product.
         """
         largest = functools.reduce(jnp.maximum, map(jnp.abs, scales)).max(axis=1)
         largest = lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
@@ -237,8 +241,9 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
     def _beside(
         self, left: tuple[jax.Array, ...], right: Any, make: Callable[[], tuple[jax.Array, ...]]
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Blocks [64, `summed_dims`] times both terms [2 N, D] in shared memory: [64, N]; and what
-        `make` returns, which is made meanwhile where there are registers for both."""
+        """Returns [64, N], blocks [64, `summed_dims`] times both terms [2 N, D] in shared memory;
+        and the result of `make`. The latter overlaps with the products if there are registers for
+        both."""
         places = [right]
         if len(left) > 1:
             dims = summed_dims(self.cut.form)
@@ -256,7 +261,8 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         def run(*refs: Any) -> Any:
             for ref, some, place in zip(refs, left, places, strict=True):
                 plgpu.wgmma(ref, some, place.transpose((1, 0)))
-            # Between two of these, or ptxas makes it before or after all that the tensor cores do.
+            # `make` is between two of these; otherwise ptxas moves it before or after all
+            # tensor-core work.
             issue_loads(interpret=False)
             made = make()
             issue_loads(interpret=False)
@@ -266,7 +272,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         return joined_terms(functools.reduce(jnp.add, products), interpret=False), made
 
     def _block(self, k: int) -> jax.Array:
-        """Where a step's scores and P are, of those taken together."""
+        """The index of a step's scores and P, among the steps taken together."""
         return self.wg + k * self.cut.consumers
 
     def _scores(self, k: int) -> Any:
@@ -278,7 +284,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         return first, second
 
     def _sums(self, values: list[tuple[jax.Array, ...]]) -> list[jax.Array]:
-        """Blocks [64 dims, N] of the sum of all steps' values times their weights."""
+        """Returns blocks [64 dims, N] of the sum of all steps' values times their weights."""
         weights = [self.memory.p.at[self._block(k)] for k in range(len(values))]
         blocks = list(zip(*values, strict=True))
         if self.cut.interpret:
@@ -291,7 +297,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
                 for ref, block in zip(refs, blocks, strict=True):
                     plgpu.wgmma(ref, block[k], some.transpose((1, 0)))
 
-        # One block's sums at a time where they are many.
+        # With many columns, one block's sums at a time.
         groups = [blocks] if self.cut.columns <= FEW_COLUMNS else [[block] for block in blocks]
         products: list[jax.Array] = []
         for group in groups:
@@ -303,7 +309,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         return products
 
     def _of_columns(self, ref: Any) -> jax.Array:
-        """A number of each packed row, for its sums of 64 dims."""
+        """Broadcasts a number of each packed row over its sums of 64 dims."""
         return over_out(plgpu.load(ref, layout=BY_COLUMN), PAGE)
 
 
@@ -313,5 +319,5 @@ def _product(left: jax.Array, right: Any, ref: Any) -> jax.Array:
 
 
 def _plain_product(left: jax.Array, right: Any) -> jax.Array:
-    """In the interpreter, [M, K] times both terms [2 N, K]: [M, N]."""
+    """Returns [M, K] times both terms [2 N, K], [M, N], in the interpreter."""
     return joined_terms(jnp.dot(left, right[...].astype(jnp.float32).T), interpret=True)

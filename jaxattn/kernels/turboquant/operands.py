@@ -1,7 +1,6 @@
-"""A step's codes as operands in registers; the interpreter's way beside.
+"""A step's codes as register operands, with a stand-in for the interpreter.
 
-Both terms (fp8_split.py) stand as columns n and N + n of one product, and `joined_terms` adds them
-up.
+Both terms (fp8_split.py) are columns n and N + n of one product, and `joined_terms` adds them up.
 """
 
 from typing import Any
@@ -43,7 +42,8 @@ from jaxattn.kernels.turboquant.smem import summed_dims
 
 
 class WordRegisters:
-    """`WordOpsProtocol` of a thread; `ref` is a step's codes, `low` the held constant, if any."""
+    """The `WordOpsProtocol` of a thread; `ref` is a step's codes, `low` the held constant, if
+    any."""
 
     def __init__(self, ref: Any, low: Any = None):
         place = WarpgroupThread()
@@ -85,12 +85,12 @@ class WordRegisters:
 
 
 class TurboOperands:
-    """Operands out of a step's codes, as `TurboDecodeSmem.codes` has them.
+    """The operands of a step's codes, in the form of `TurboDecodeSmem.codes`.
 
     Args:
-        form: the cache's format.
-        pitch: bytes from a group of 16 tokens to the next.
-        interpret: whether the interpreter runs; its operands are float32, and its products plain.
+        form: The cache's format.
+        pitch: Bytes from a group of 16 tokens to the next.
+        interpret: Whether the interpreter runs; its operands are float32, and its products plain.
     """
 
     def __init__(self, form: TurboFormat, pitch: int, *, interpret: bool):
@@ -103,7 +103,7 @@ class TurboOperands:
         ]
 
     def keys(self, codes: Any) -> tuple[jax.Array, ...]:
-        """Of some dims each [64 tokens, dims], without their norms."""
+        """Returns operands [64 tokens, dims] of some dims each, without their norms."""
         dims = summed_dims(self.form)
         blocks = self.form.head_dim // dims
         if self.interpret:
@@ -116,7 +116,8 @@ class TurboOperands:
         return self._operands(codes, key_registers, (PAGE, dims), blocks, self.lows[0])
 
     def values(self, codes: Any) -> tuple[jax.Array, ...]:
-        """Of 64 dims each [64 dims, 64 tokens], counted from the middle of the codes."""
+        """Returns operands [64 dims, 64 tokens] of 64 dims each, counted from the middle of the
+        codes."""
         blocks = self.form.head_dim // PAGE
         if self.interpret:
             wide = (self._stored(codes).values.astype(jnp.float32) - self.middle).T
@@ -124,7 +125,8 @@ class TurboOperands:
         return self._operands(codes, value_registers, (PAGE, PAGE), blocks, self.lows[1])
 
     def numbers(self, codes: Any, scores: jax.Array) -> tuple[jax.Array | None, Any, Any]:
-        """Each token's (norm or None, scale, value of the middle code), as `scores` [N, 64]."""
+        """Returns each token's (norm or None, scale, value of the middle code), as `scores`
+        [N, 64]."""
         if self.interpret:
             stored = self._stored(codes)
             kinds = [stored.norm] if stored.norm is not None else []
@@ -159,7 +161,7 @@ class TurboOperands:
         return plgpu.inline_mgpu(arg_types=types, return_type=(out,) * count)(run)(codes, *lows)
 
     def _numbers(self, codes: Any, scores: Any, count: int) -> Any:
-        """A thread has the same four tokens of each row."""
+        """A thread has the same four tokens in each row."""
         four = arith.andi(utils.thread_idx(), word(15))
         at = plus(
             times(arith.shrui(four, word(2)), self.pitch), times(arith.andi(four, word(3)), 8)
@@ -176,7 +178,7 @@ class TurboOperands:
 
 
 def joined_terms(product: jax.Array, *, interpret: bool) -> jax.Array:
-    """[M, N] of a product [M, 2 N] whose columns are both terms."""
+    """Returns [M, N] from a product [M, 2 N] whose columns are both terms."""
     rows, columns = product.shape[0], product.shape[1] // 2
     if interpret:
         return product[:, :columns] + product[:, columns:] * (1 / SECOND_TERM)

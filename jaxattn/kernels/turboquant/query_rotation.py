@@ -1,8 +1,9 @@
-"""Queries on their way to shared memory: the loading warpgroup rotates them and makes e4m3 terms.
+"""The rotation of queries by the producer warpgroup, which stores them to shared memory as e4m3
+terms.
 
-Half a warp has a packed row, lane l of it dims 4 l to 4 l + 3 of every 64, as the layout `SCORES`
-has them. The rotation is a butterfly: stages inside of a thread, and four between lanes. There is
-no array of rotated queries anywhere else.
+Half a warp has a packed row, and lane l of it dims 4 l to 4 l + 3 of every 64, as in the layout
+`SCORES`. The rotation is a butterfly: stages inside of a thread, and four between lanes. Rotated
+queries exist nowhere else.
 """
 
 import dataclasses
@@ -28,23 +29,25 @@ from jaxattn.kernels.hopper.ptx import (
 )
 from jaxattn.kernels.turboquant.fp8_split import divided_queries, store_terms
 
-LANES = 16  # that share a row
-OF_THREAD = 4  # neighbouring dims of a thread
+LANES = 16  # lanes that share a row
+OF_THREAD = 4  # neighboring dims of a thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RotatedQueryGather(QueryGather):
-    """
+    """The gather of queries, with their rotation.
+
     Attributes:
-        memory: has `queries`, of which both terms are written, their barriers, and `factors`.
-        form: the cache's format.
+        memory: The shared memory: `queries`, which receive both terms, their barriers, and
+            `factors`.
+        form: The cache's format.
     """
 
     form: TurboFormat
 
     def _store(self, numbers: jax.Array, some: Any, pair: jax.Array, at: jax.Array) -> None:
         x = numbers.astype(jnp.float32)
-        # e4m3 has no infinity: it would become 448.
+        # e4m3 has no infinity, which would become 448.
         x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x)
         share = 1.0
         if self.form.rotated:
@@ -60,7 +63,7 @@ class RotatedQueryGather(QueryGather):
         self.memory.factors[at, some] = factors * (share * self.scale)
 
     def _turned(self, x: jax.Array) -> jax.Array:
-        """[n, D] times the Hadamard matrix times D**0.5."""
+        """Returns [n, D] times the Hadamard matrix times D**0.5."""
         if not self.rows.interpret:
             out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, SCORES)
             run = plgpu.inline_mgpu(arg_types=(SCORES,), return_type=out)
@@ -81,7 +84,8 @@ class RotatedQueryGather(QueryGather):
 
 
 def lane_butterfly(x: list[Any], lanes: int = LANES) -> list[Any]:
-    """A thread's numbers of a row that so many lanes share, those of all its dims in order."""
+    """Returns a thread's numbers after the butterfly. `lanes` lanes share a row; x has the thread's
+    numbers of all its dims in order."""
     distance = 1
     while distance < len(x):
         x = [
@@ -91,7 +95,7 @@ def lane_butterfly(x: list[Any], lanes: int = LANES) -> list[Any]:
         distance *= 2
     lane = arith.andi(utils.thread_idx(), word(lanes - 1))
     for stage in range(lanes.bit_length() - 1):
-        # The lane whose bit is set has the difference: the other's number less its own.
+        # The lane whose bit is set gets the difference: the other's number less its own.
         upper = arith.andi(lane, word(1 << stage))
         sign = arith.shli(upper, word(31 - stage))
         x = [arith.addf(utils.shfl_bfly(one, 1 << stage), _signed(one, sign)) for one in x]
@@ -99,5 +103,5 @@ def lane_butterfly(x: list[Any], lanes: int = LANES) -> list[Any]:
 
 
 def _signed(x: Any, sign: Any) -> Any:
-    """The number, or less it where the word's highest bit is set."""
+    """Returns the number, negated if the word's highest bit is set."""
     return arith.bitcast(f32(), arith.xori(arith.bitcast(i32(), x), sign))

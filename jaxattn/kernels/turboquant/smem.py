@@ -1,4 +1,4 @@
-"""Shared memory of a `turbo_decode` block, and the division of its threads."""
+"""Shared memory of a `turbo_decode` CTA, and the division of its threads."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,27 +17,28 @@ from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.turboquant.cache.lut_dequantization import GROUPS
 
 TERMS = 2  # e4m3 numbers that make up one of a query's, or of P's
-ROW = 32  # bytes that copies of 16 tokens count in, and LINE those of 64
+ROW = 32  # bytes; the unit of copies of 16 tokens, as LINE is that of 64
 ALIGNED = 1024  # bytes to which Mosaic aligns an array in shared memory
-LINE = 128  # and what copies and their places in shared memory are multiples of
+LINE = 128  # bytes; copies and their destinations in shared memory are multiples of it
 # Warpgroups that take a part's steps in turns, where there is room for two steps of each, and the
-# registers of the one that loads and of each of these. With up to FEW numbers of queries there are
+# registers of the producer and of each consumer. With up to FEW numbers of queries there are
 # registers for two steps at a time.
 MOST_CONSUMERS, LEAST_CONSUMERS, FEW = 3, 2, 1024
 REGISTERS = {4: (32, 112), 3: (40, 152), 2: (40, 232)}
-# Whose steps four warpgroups take faster one by one.
+# Presets whose steps four warpgroups process faster one by one.
 ONE_BY_ONE = ("k3v4_nc",)
-MOST_STEPS = 6  # of a warpgroup, in shared memory or on their way there
+MOST_STEPS = 6  # of a warpgroup, in shared memory or in flight
 
 
 @dataclasses.dataclass(frozen=True)
 class TurboCtaResources:
-    """
+    """The division of a CTA's shared memory.
+
     Attributes:
-        consumers: w, warpgroups that compute; one more loads.
-        steps: of each of them, whose codes are in shared memory or on their way there.
-        pitch: bytes from a group of 16 tokens to the next.
-        together: steps that a warpgroup takes at a time.
+        consumers: w, the consumer warpgroups; one more loads.
+        steps: Stages of each of them.
+        pitch: Bytes from a group of 16 tokens to the next.
+        together: Steps that a warpgroup takes at a time.
     """
 
     consumers: int
@@ -47,12 +48,12 @@ class TurboCtaResources:
 
 
 def whole_steps(page_size: int) -> bool:
-    """Whether a page has all tokens of a step, so that one copy brings them."""
+    """Whether a page has all tokens of a step, so that one copy loads them."""
     return page_size >= PAGE
 
 
 def turbo_cta_resources(form: TurboFormat, columns: int, page_size: int) -> TurboCtaResources:
-    """How a block's memory is divided, of so many packed rows."""
+    """Returns the division of a CTA's memory for `columns` packed rows."""
     pitch = GROUP * form.slot_bytes
     if not whole_steps(page_size):  # each group is a copy, some bytes longer than it
         pitch = -(-pitch // LINE) * LINE
@@ -69,16 +70,19 @@ def turbo_cta_resources(form: TurboFormat, columns: int, page_size: int) -> Turb
 
 
 def summed_dims(form: TurboFormat) -> int:
-    """Of a score, whose products the tensor cores add up before float32 numbers are added.
+    """Returns the dims of a score whose products the tensor cores add up before they are added in
+    float32.
 
-    They have 14 bits, counted from the largest product or sum. Keys of 8 bits lose by it more than
-    1e-2 allows, where values cancel. Those of fewer bits are near it, and every instruction counts.
+    These sums have 14 bits, counted from the largest product or sum. With keys of 8 bits they lose
+    more than the 1e-2 that is allowed, if values cancel. Keys of fewer bits are near that limit,
+    and every instruction counts.
     """
     return form.head_dim if form.rotated else PAGE
 
 
 def bytes_of(form: TurboFormat, columns: int, room: TurboCtaResources) -> int:
-    """Bytes of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of ALIGNED."""
+    """Returns the bytes of all arrays of `TurboDecodeSmem`, each of which begins at a multiple of
+    ALIGNED."""
     w, dim = room.consumers, form.head_dim
     sizes = (
         w * room.steps * GROUPS * room.pitch,  # codes
@@ -94,7 +98,8 @@ def bytes_of(form: TurboFormat, columns: int, room: TurboCtaResources) -> int:
 
 
 def step_shape(room: TurboCtaResources, page_size: int) -> tuple[int, ...]:
-    """Of the bytes of a step's codes: one copy's, or those of one for each group."""
+    """Returns the shape of the bytes of a step's codes: those of one copy, or of one copy per
+    group."""
     if whole_steps(page_size):
         return (GROUPS * room.pitch // LINE, LINE)
     return (GROUPS, room.pitch // ROW, ROW)
@@ -103,11 +108,11 @@ def step_shape(room: TurboCtaResources, page_size: int) -> tuple[int, ...]:
 def coded_view(
     kv_cache: jax.Array, form: TurboFormat, page_size: int, *, interpret: bool
 ) -> jax.Array:
-    """A cache [L, N, Hk, bytes] as the copies take it: [L, N Hk, C / 64, lines, 128], or of pages
-    of fewer than 64 tokens rows of bytes [L, all of them, 32].
+    """Returns a cache [L, N, Hk, bytes] in the form of the copies: [L, N Hk, C / 64, lines, 128],
+    or for pages of fewer than 64 tokens rows of bytes [L, all of them, 32].
 
-    A copy of the latter is some rows longer than what it brings, and reads behind the last page:
-    TMA gives zeros there, and the interpreter some rows more.
+    A copy of the latter is some rows longer than its data, and reads past the last page: TMA gives
+    zeros there, and the interpreter has some more rows.
     """
     layers = kv_cache.shape[0]
     if whole_steps(page_size):
@@ -117,21 +122,21 @@ def coded_view(
 
 
 class TurboDecodeSmem(NamedTuple):
-    """A block's shared memory; w is a warpgroup, N its columns.
+    """A CTA's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
-        codes: uint8 [w, steps, *`step_shape`], as they come.
+        codes: uint8 [w, steps, *`step_shape`], as TMA stores them.
         queries: e4m3 [2, 2 N, D], both terms, of this piece and the next.
-        factors: float32 [2, N], by what their scores are to be multiplied.
-        scores: float32 [w, N, 64 and a margin]; of another step at a time, behind all w.
-        p: e4m3 [w, 2 N, 64], both terms; likewise.
+        factors: float32 [2, N], the factors of their scores.
+        scores: float32 [w, N, 64 and a margin]; a second step taken together follows all w.
+        p: e4m3 [w, 2 N, 64], both terms; a second step follows in the same way.
         outputs: float32 [w, N, D and a margin], at a piece's end.
         stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
-        units: float32 [3, w, N]: what 1 stands for in P, of a step and the one before it; and at a
-            piece's end the minima's share.
-        codes_loaded, queries_loaded: barriers of what has come.
-        codes_read, queries_read: and of what may be overwritten.
-        both_there: of the warpgroups.
+        units: float32 [3, w, N]: the values that 1 stands for in P, of a step and the one before
+            it; and at a piece's end the minima's share.
+        codes_loaded, queries_loaded: Full barriers.
+        codes_read, queries_read: Empty barriers: the buffer may be overwritten.
+        both_there: The barrier of the consumer warpgroups.
     """
 
     codes: Any
@@ -152,7 +157,7 @@ class TurboDecodeSmem(NamedTuple):
 def scratch_types(
     form: TurboFormat, columns: int, page_size: int, room: TurboCtaResources
 ) -> TurboDecodeSmem:
-    """What `TurboDecodeSmem` is made of."""
+    """Returns the scratch types of a `TurboDecodeSmem`."""
     dim, w, terms = form.head_dim, room.consumers, TERMS * columns
     together, width = w * room.together, min(summed_dims(form), 128)
 

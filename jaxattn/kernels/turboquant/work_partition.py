@@ -1,4 +1,4 @@
-"""The partition of `turbo_decode`'s work among blocks: gqa_decode's pairs, over pages of codes."""
+"""The partition of `turbo_decode`'s work among CTAs: gqa_decode's pairs, over pages of codes."""
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,12 @@ from jaxattn.kernels.turboquant.smem import ROW, whole_steps
 
 @dataclasses.dataclass(frozen=True)
 class TurboWorkPartition(HeadWorkPartition):
-    """
+    """A part of pairs over pages of codes.
+
     Attributes:
-        form: of the cache.
+        form: The format of the cache.
         tokens: C.
-        kv_ref: as `coded_view` gives it.
+        kv_ref: The result of `coded_view`.
     """
 
     form: TurboFormat
@@ -33,11 +34,11 @@ class TurboWorkPartition(HeadWorkPartition):
     def copies(
         self, pair: jax.Array, numbers: list[jax.Array], step: jax.Array, to: Any
     ) -> list[tuple[Any, Any]]:
-        """(from, to) of a step's codes, as much as lies together at a time.
+        """Returns the (source, destination) pairs of a step's codes, one for each contiguous run.
 
         Args:
-            numbers: as `HeadWorkPartition.numbers_of` gives them.
-            to: a step of `TurboDecodeSmem.codes`.
+            numbers: The result of `HeadWorkPartition.numbers_of`.
+            to: A step of `TurboDecodeSmem.codes`.
         """
         head = self.row_and_head(pair)[1]
         places = [n * self.kv_heads + head for n in numbers]

@@ -1,4 +1,4 @@
-"""The blocks that decoders are built of: each mixer and feed-forward, and what they have in common.
+"""The blocks of which decoders are built: mixers, feed-forwards, and their common base.
 
 Block(MLA(num_heads=16, ...), MoE(expert_size=1408, router=Router(...)))
 """

@@ -1,8 +1,8 @@
 """A decoder's block: a mixer of tokens and a feed-forward, each with its norm.
 
-A `Block` is a description, equal to every block that does the same; a list of blocks is a model
-(`network/decoder_spec.py`). Its mixer says what the engine has to know: its cache, its scratch, the
-values that all its layers share in a step, and the small weights that decoding reads from one
+A `Block` is a description, which equals every block that computes the same. A list of blocks is a
+model (`network/decoder_spec.py`). The mixer provides what the engine needs: its cache, its scratch,
+the values that all its layers share in a step, and the small weights that decoding reads from one
 stack.
 """
 
@@ -32,14 +32,15 @@ from jaxattn.parallel import Dimension
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stream:
-    """What all blocks of a model have in common.
+    """The options that all blocks of a model share.
 
     Attributes:
-        dtype: operands of the matrix products. The residual stream is float32.
-        param_dtype: what the weights are stored in.
-        norm_dtype: what weights of norms are stored in; None is `param_dtype`. Those that a
-            checkpoint stores as w of 1 + w are exact in float32 alone.
-        out_init_scale: of initial outputs, so that the sum over all branches stays of order 1.
+        dtype: Dtype of the operands of matrix products. The residual stream is float32.
+        param_dtype: Dtype in which the weights are stored.
+        norm_dtype: Dtype in which norm weights are stored. None means `param_dtype`. Weights that a
+            checkpoint stores as the w of 1 + w are exact only in float32.
+        out_init_scale: Factor of the initial output projections, which keeps the sum over all
+            branches of order 1.
     """
 
     hidden_size: int
@@ -59,10 +60,10 @@ class Stream:
 
 
 class Matrix(NamedTuple):
-    """A product's weight [inner, out].
+    """The shape of a product's weight, [inner, out].
 
     Attributes:
-        together: so many of its columns lie side by side in a checkpoint too.
+        together: Widths of column ranges that are contiguous in a checkpoint too.
     """
 
     inner: int
@@ -71,29 +72,28 @@ class Matrix(NamedTuple):
 
     @property
     def fits_fp8(self) -> bool:
-        """Whether it may stay FP8: a kernel reads it, and blocks of scales stay whole."""
+        """Whether the matrix may stay FP8: a kernel supports it, and scale blocks stay whole."""
         columns = self.out >= 2 * FP8_COLUMNS and self.out % FP8_COLUMNS == 0
         whole = not any(width % BLOCK for width in self.together)
         return columns and self.inner % BLOCK == 0 and whole
 
     def fits_four_bits(self, form: FourBitFormat) -> bool:
-        """Whether it may stay 4 bits: a kernel reads it, and what lies side by side is whole
-        tiles."""
+        """Returns whether it may stay 4 bits: a kernel supports it and `together` are tiles."""
         whole = not any(width % FP8_COLUMNS for width in self.together)
         return self.out >= 2 * FP8_COLUMNS and form.fits(self.out, self.inner) and whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixer(abc.ABC):
-    """What mixes the tokens of a row: attention, or a recurrence.
+    """The part of a layer that mixes the tokens of a row: attention, or a recurrence.
 
     Attributes:
-        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
-            `FourBitLinears` of 4 bits.
-        norms: whether the module's `decode` takes tokens as a `PendingNorm`.
-        cache_name: the mixers of one cache are equal.
-        cache_formats: what the cache may be made in (`with_cache_format`), beside its own.
-        read_apart: parameters that decoding reads where they are, and not from `pack`'s rows.
+        fp8: The names of the linears with FP8 weights (see `jaxattn.nn.Fp8Linear`), or
+            `FourBitLinears` for 4 bits.
+        norms: Whether the module's `decode` takes tokens as a `PendingNorm`.
+        cache_name: Name of the layer's cache. Mixers with one cache are equal.
+        cache_formats: Formats of the cache that `with_cache_format` may choose.
+        read_apart: Names of parameters that decoding reads in place instead of from `pack`'s rows.
     """
 
     fp8: tuple[str, ...] | FourBitLinears = ()
@@ -103,18 +103,18 @@ class Mixer(abc.ABC):
     read_apart: ClassVar[tuple[str, ...]] = ()
 
     def matrices(self, stream: Stream) -> dict[str, Matrix]:
-        """The linears that may be among `fp8`."""
+        """Returns the linears that may be among `fp8`."""
         return {}
 
     def in_format(self, name: str) -> "Mixer":
-        """The same layer with a cache in one of `cache_formats`."""
+        """Returns the same layer with a cache in one of `cache_formats`."""
         raise NotImplementedError(f"{type(self).__name__} supports only its own cache format")
 
     def set_apart(self) -> "Mixer":
-        """The same layer with a cache in its own format beside others'.
+        """Returns the same layer with a separate cache in its own format.
 
         Raises:
-            ValueError: all layers of this kind share one format.
+            ValueError: All layers of this kind share one format.
         """
         raise ValueError(
             f"all layers of {type(self).__name__} share one cache format; use native_layers=0"
@@ -127,11 +127,11 @@ class Mixer(abc.ABC):
     @property
     @abc.abstractmethod
     def kernels(self) -> Mapping[str, str]:
-        """Decode op -> its kernel's name in a compiled step."""
+        """The kernel name of each decode op in a compiled step."""
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module:
-        """The module with its parameters; `module(x)` is the whole sequence, for training."""
+        """Builds the module with its parameters; `module(x)` runs whole sequences, for training."""
 
     @abc.abstractmethod
     def cache(self, stream: Stream, layers: int) -> LayerCache: ...
@@ -150,8 +150,10 @@ class Mixer(abc.ABC):
         layer: StackedLayer,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays]:
-        """The output of a line of each row's prompt and the cache's arrays; `x` is normed. A mixer
-        has this or `mixed`."""
+        """Returns the output of a line of each row's prompt, and the cache's arrays; `x` is normed.
+
+        A mixer implements either this or `mixed`.
+        """
         raise NotImplementedError(f"{type(self).__name__} implements neither prefill nor mixed")
 
     def mixed(
@@ -168,15 +170,15 @@ class Mixer(abc.ABC):
         shared: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena | None]:
-        """The output of the prompts' lines and of the rows behind them, the cache's arrays and the
-        arena; `x` [1, N, hidden] is normed.
+        """Returns the output for the prompts' lines and then rows, the arrays, and the arena.
 
-        Here by `prefill` of one line for each row, as long as all lines, and by `decode`. A mixer
-        with an own form projects all tokens at once, and pads no row.
+        `x` [1, N, hidden] is normed. By default this calls `prefill`, with one line per row as long
+        as all lines, and `decode`. An implementation of its own projects all tokens at once, and
+        pads no row.
 
         Args:
-            lines: the prompts' layout.
-            rows: with a token each, as `decode` takes them; None if there are none.
+            lines: The layout of the prompts.
+            rows: Rows with one token each, as for `decode`, or None.
         """
         own, others = lines.split(x)
         chosen = implementation if implementation == "xla" else None
@@ -186,9 +188,9 @@ class Mixer(abc.ABC):
         y = lines.from_rows(y)
         if rows is None:
             return lines.join(y, None), arrays_after, arena
-        assert arena is not None  # that of the step
-        # All that the prompts read of the caches is read before the rows write to them: XLA copies
-        # what a fusion reads later.
+        assert arena is not None  # the step's arena
+        # Finish reading the caches for the prompts before the rows write to them: XLA copies what a
+        # fusion reads later.
         y, arrays_after = lax.optimization_barrier((y, arrays_after))
         of_rows, arrays_after, arena = self.decode(
             module, others, {**arrays, **arrays_after}, arena, rows, layer, weights, shared,
@@ -209,65 +211,76 @@ class Mixer(abc.ABC):
         shared: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        """The new tokens' output, the cache's arrays and the arena; `x` is normed, and no row is
-        longer than `most_tokens`."""
+        """Returns the new tokens' output, the cache's arrays and the arena.
+
+        `x` is normed, and no row is longer than `most_tokens`.
+        """
 
     def shared(
         self, module: Any, arrays: Arrays, batch: DecodeBatch, implementation: Any
     ) -> dict[str, Any]:
-        """What every layer of a decode step needs; inside the loop XLA would make it in each."""
+        """Returns what all layers of a decode step share; in the loop XLA would recompute it."""
         return {}
 
     def handed_on(
         self, arrays: Arrays, prompts: PrefillBatch | None, rows: DecodeBatch | None
     ) -> Arrays:
-        """What layers hand on to those behind them in a step, as it is before the first one. They
-        find it, and leave it, among the arrays of their cache."""
+        """Returns the initial value of what layers pass on to later layers in a step.
+
+        Layers read and write it among the arrays of their cache.
+        """
         return {}
 
     def handed_on_whole(self, rows: int, tokens: int) -> Array | None:
-        """The same before the first layer over whole sequences; None where nothing is handed on."""
+        """Does the same for whole sequences; None if nothing is passed on."""
         return None
 
     def whole(
         self, module: Any, x: Array, packed: Mapping[str, Any], handed_on: Array | None
     ) -> tuple[Array, Array | None]:
-        """(the output of whole sequences `x`, which is normed, and what is handed on behind the
-        layer); `packed` are the module's keywords."""
+        """Returns the output of whole sequences, and what the layer passes on.
+
+        `x` is normed; `packed` are keyword arguments of the module.
+        """
         return module(x, **packed), handed_on
 
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
-        """Tokens that a row's block table has places for; None where a row may be of any length,
-        or the layer looks after longer ones itself."""
+        """Returns the number of tokens that a row's block table holds, or None.
+
+        None means that rows may have any length, or that the layer handles longer rows itself.
+        """
         return None
 
     def pack(self, params: Any) -> Float[Array, "repeats W"] | None:
-        """The small weights of one place in a pattern, a row for each repeat."""
+        """Returns the small weights of one place in a pattern, one row per repeat."""
         return None
 
     def beside(self, stream: Stream, params: Any) -> tuple[Array, Array] | None:
-        """FP8 weights [repeats, N, K] and scales that a step reads in the launch of others, made of
-        the parameters; `leave_beside` tells the module where they are."""
+        """Returns extra FP8 weights [repeats, N, K] and their scales, or None.
+
+        The weights are computed from the parameters, and a step reads them in the same launch as
+        others. `leave_beside` passes their place to the module.
+        """
         return None
 
     def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no weights besides its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
-        """Those matrices [repeats, in, out] that get columns of zeros, by their modules' names."""
+        """Returns matrices [repeats, in, out] padded with zero columns, by their modules' names."""
         return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeedForward(abc.ABC):
-    """What follows the mixer: `module(x)` of normed tokens.
+    """The part of a layer after the mixer: `module(x)` for normed tokens.
 
     Attributes:
-        fp8: the names of those linears whose weights are FP8, see `jaxattn.nn.Fp8Linear`, or
-            `FourBitLinears` of 4 bits.
-        norms: whether `step` takes tokens as a `PendingNorm`.
-        stacked: parameters that a step reads out of the stack of all repeats, which are too many
-            bytes to be sliced out of it.
+        fp8: The names of the linears with FP8 weights (see `jaxattn.nn.Fp8Linear`), or
+            `FourBitLinears` for 4 bits.
+        norms: Whether `step` takes tokens as a `PendingNorm`.
+        stacked: Names of parameters that a step reads from the stack of all repeats, because they
+            are too large to be sliced out of it.
     """
 
     fp8: tuple[str, ...] | FourBitLinears = ()
@@ -275,7 +288,7 @@ class FeedForward(abc.ABC):
     norms: ClassVar[bool] = False
 
     def matrices(self, stream: Stream) -> dict[str, Matrix]:
-        """The linears that may be among `fp8`."""
+        """Returns the linears that may be among `fp8`."""
         return {}
 
     @property
@@ -284,26 +297,28 @@ class FeedForward(abc.ABC):
 
     @property
     def summed_over(self) -> Dimension:
-        """The GPUs whose parts of the output add up: "tensor", or "experts"."""
+        """The GPUs whose partial outputs add up: "tensor" or "experts"."""
         return "tensor"
 
     @abc.abstractmethod
     def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
 
     def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
-        """Of a decode step of so many tokens."""
+        """Returns the scratch of a decode step of so many tokens."""
         return ArenaSpec()
 
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
-        """Those parameters, [repeats, ...], that the steps read faster in another form, by their
-        names: "router", "gate_proj.weight"."""
+        """Returns the parameters [repeats, ...] that steps read faster in another form, by name.
+
+        Names are those of the parameters, such as "router" or "gate_proj.weight".
+        """
         return {}
 
     def share(self, tokens: int) -> Any:
-        """What this GPU computes of a step of so many tokens, where several divide them; else None.
+        """Returns this GPU's share of a step of `tokens` tokens, or None if it is the only GPU.
 
-        A step has it before its loop over layers: in the loop the number of a GPU is a launch in
-        each layer that no CUDA graph takes.
+        A step computes the share before its loop over layers. In the loop, reading the number of
+        the GPU would be a launch per layer that CUDA graphs cannot capture.
         """
         return None
 
@@ -319,26 +334,26 @@ class FeedForward(abc.ABC):
         apart: bool = False,
         share: Any = None,
     ) -> tuple[Any, Arena | None]:
-        """The output and the arena.
+        """Returns the output and the arena.
 
         Args:
-            valid: whether a token is no padding, a truth value or a number.
-            stacks: the parameters `stacked`, [repeats, ...] each.
-            layer: the number of this layer in them.
+            valid: Whether each token is not padding, as bools or numbers.
+            stacks: The parameters in `stacked`, [repeats, ...] each.
+            layer: The index of this layer in them.
             arena: None in prefill.
-            apart: whether the output may be an `ExpertOutputs`, which the next norm sums up.
-            share: of the step, see `share`.
+            apart: Whether the output may be an `ExpertOutputs`, which the next norm sums up.
+            share: The step's share; see `share`.
         """
         return module(x), arena
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One layer: norm, mixer, norm, feed-forward on a float32 residual stream.
+    """One layer: norm, mixer, norm and feed-forward on a float32 residual stream.
 
     Attributes:
-        norms_after: the norms are of what mixer and feed-forward give, and not of what they read
-            (OLMo 2).
+        norms_after: Whether the norms apply to the outputs of mixer and feed-forward instead of
+            their inputs (OLMo 2).
     """
 
     mixer: Mixer

@@ -1,8 +1,8 @@
-"""The caches of a decoder in another format: of all layers, or of all but the first and last ones.
+"""Cache formats of a decoder: for all attention layers, or all but the first and last ones.
 
     model.with_cache_format("fp8", 2)    e4m3 keys and values, the compute dtype in four layers
 
-Layers of another format have a cache of their own, and so the decoder other segments.
+Layers of another format have a separate cache, so the decoder gets other segments.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ from jaxattn.models.blocks.block import Block
 
 
 def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> tuple[Block, ...]:
-    """The blocks with caches in a format; those that mix tokens by a recurrence stay as they are.
+    """Returns the blocks with caches in a format; layers with a recurrence stay unchanged.
 
     Args:
-        name: of `CACHE_FORMATS`; "auto" leaves all as they are.
-        native_layers: so many first and so many last layers of attention keep their own format.
+        name: A name of `CACHE_FORMATS`; "auto" changes nothing.
+        native_layers: Number of first and of last attention layers that keep their own format.
 
     Raises:
-        ValueError: a kind of layer has no such format, or none has any, or too many layers are
-            kept; those that there are are named.
+        ValueError: A kind of layer does not support the format, no layer supports any, or
+            `native_layers` is too large; the message names the possible values.
     """
     if name not in CACHE_FORMATS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The mixers of tokens with a recurrent state: the gated delta net and Kimi Delta Attention."""
+"""Mixers with a recurrent state: the gated delta net and Kimi Delta Attention."""
 
 import abc
 import dataclasses
@@ -28,7 +28,7 @@ from jaxattn.ops.linear.norm_linear import PendingNorm
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeltaMixer(Mixer):
-    """A delta rule behind a short convolution, over state slots."""
+    """A delta rule after a short convolution, with states in slots."""
 
     conv_width: int = 4
 
@@ -37,7 +37,7 @@ class DeltaMixer(Mixer):
     @property
     @abc.abstractmethod
     def conv_dim(self) -> int:
-        """Dc: channels of the convolution."""
+        """Dc, the number of channels of the convolution."""
 
     @property
     @abc.abstractmethod
@@ -129,12 +129,12 @@ class DeltaMixer(Mixer):
             arena=arena,
             implementation=implementation,
         )
-        assert after is not None  # an arena came in
+        assert after is not None  # an arena was given
         return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
 
 
 def _small_weights(params: Any) -> list[Array]:
-    """A_log, dt_bias, the norm's weight and the convolution's taps, of all repeats."""
+    """Returns A_log, dt_bias, the norm's weight and the convolution's taps of all repeats."""
     names = ("A_log", "dt_bias", "norm", "conv1d")
     leaves = (params[n]["weight"] if n == "norm" else params[n] for n in names)
     return [leaf[...] for leaf in leaves]
@@ -147,8 +147,10 @@ def _two_parts(weights: Float[Array, "repeats K N"]) -> tuple[Array, Array]:
 
 
 def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict[str, Array]:
-    """The gates' columns, a multiple of so many, so that one launch has them and the other
-    projections. Decoding takes all that the launch writes, without a slice."""
+    """Pads the gates to a multiple of `columns`, so that one launch computes all projections.
+
+    Decoding uses everything that the launch writes, without a slice.
+    """
     gates = params[name]["weight"][...]
     more = -gates.shape[-1] % columns
     if stream.dtype != "bfloat16" or not more:
@@ -158,7 +160,7 @@ def _widened_gates(stream: Stream, params: Any, name: str, columns: int) -> dict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GDN(DeltaMixer):
-    """A gated delta net over state slots, in Qwen3-Next's names."""
+    """A gated delta net with states in slots, with Qwen3-Next's parameter names."""
 
     num_k_heads: int
     num_v_heads: int
@@ -196,7 +198,7 @@ class GDN(DeltaMixer):
 
     def matrices(self, stream: Stream) -> dict[str, Matrix]:
         values = self.num_v_heads * self.head_v_dim
-        # Checkpoints have q, k, v and z of one key head after another.
+        # Checkpoints store q, k, v and z of one key head after another.
         together = self.head_k_dim, values // self.num_k_heads
         return {
             "in_proj_qkvz": Matrix(stream.hidden_size, self.conv_dim + values, together),
@@ -222,11 +224,11 @@ class GDN(DeltaMixer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KDA(DeltaMixer):
-    """Kimi Delta Attention over state slots.
+    """Kimi Delta Attention with states in slots.
 
     Attributes:
-        gate_rank: of the projections to decays and output gate; None projects directly.
-        lower_bound: of the log decays; None is Kimi's gate.
+        gate_rank: Rank of the projections to decays and output gate. None projects directly.
+        lower_bound: Lower bound of the log decays. None means Kimi's gate.
     """
 
     num_heads: int

@@ -25,7 +25,7 @@ from jaxattn.ops.moe.router_logits import split_biases, split_router
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 
-SHARED = "shared."  # before the names of a shared MLP's linears
+SHARED = "shared."  # prefix of the names of a shared MLP's linears
 
 
 def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
@@ -34,7 +34,7 @@ def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
 
 
 def _without(prefix: str, names: tuple[str, ...] | FourBitLinears) -> Collection[str]:
-    """The names, less what stands before them."""
+    """Returns the names without their prefix."""
     short = tuple(name.removeprefix(prefix) for name in names)
     return FourBitLinears(short, names.form) if isinstance(names, FourBitLinears) else short
 
@@ -54,9 +54,10 @@ class MLP(FeedForward):
         return _of_mlp(stream.hidden_size, self.intermediate_size)
 
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
-        """Columns of zeros up to a multiple of the kernels' step, whose products add exactly 0.
+        """Pads columns with zeros to a multiple of the kernels' step; their products add exactly 0.
 
-        XLA's products copy a layer's matrices out of their stacks; the kernel reads them there.
+        The kernel reads a layer's matrices in place, whereas XLA's products copy them out of the
+        stacks.
         """
         if stream.dtype != "bfloat16" or self.intermediate_size % STEP == 0:
             return {}
@@ -72,15 +73,16 @@ class MLP(FeedForward):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoE(FeedForward):
-    """Routed experts of `expert_size` columns and shared ones of `shared_size` columns in all.
+    """Routed experts of `expert_size` columns, and shared experts of `shared_size` columns in all.
 
     Attributes:
-        shared_gate: what is shared is times a sigmoid of the token.
-        biases: the router's logits and both products of each expert have biases.
-        activation: of the experts; None is silu(gate) * up.
-        weight_format: of the routed experts; "fp8" is FP8 in blocks, a `FourBitFormat` is tiles of
-            4 bits, None the stream's dtype.
-        parallel: the layout of the GPUs of which one has these columns, and a part of the experts.
+        shared_gate: Whether the shared experts' output is multiplied by a sigmoid of the token.
+        biases: Whether the router's logits and both products of each expert have biases.
+        activation: Activation of the experts. None means silu(gate) * up.
+        weight_format: Format of the routed experts: "fp8" for FP8 in blocks, a `FourBitFormat` for
+            tiles of 4 bits, None for the stream's dtype.
+        parallel: The layout of the GPUs that share the layer; each has some columns and some
+            experts.
     """
 
     expert_size: int
@@ -96,12 +98,12 @@ class MoE(FeedForward):
 
     @property
     def own_experts(self) -> int:
-        """Routed experts that one GPU has."""
+        """The number of routed experts on one GPU."""
         return self.router.experts // self.parallel.size("expert")
 
     @property
     def form(self) -> FourBitFormat | None:
-        """Of experts of 4 bits."""
+        """The 4-bit format of the experts, or None."""
         return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
     @property
@@ -115,7 +117,7 @@ class MoE(FeedForward):
 
     @property
     def always(self) -> int:
-        """Experts of the stack, the last, that every token takes: the shared ones."""
+        """The number of shared experts, the last of the stack, which every token uses."""
         return experts_of_shared(self.expert_size, self.shared_size, self.weight_format)
 
     def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
@@ -178,7 +180,7 @@ class MoE(FeedForward):
         )
 
     def share(self, tokens: int) -> ExpertShare | None:
-        """This GPU's experts, and of the tokens as many as any other's; None where it has all."""
+        """Returns this GPU's experts and its part of the tokens, or None if it has all experts."""
         groups = self.parallel.size("expert")
         if groups == 1:
             return None

@@ -22,22 +22,22 @@ from jaxattn.nn import GroupedQueryAttention, TurboQuantAttention
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GQA(PagedMixer):
-    """Grouped-query attention over pages of keys and values, in Qwen3's names.
+    """Grouped-query attention over pages of keys and values, with Qwen3's parameter names.
 
     Attributes:
-        rope: rotates the first `rope.dim` dims of a head. Layers without rotation (theta None) have
-            a cache of their own, as those of another window have.
-        qk_norm: RMS norms of each head's query and key.
-        heads_norm: RMS norms of all heads of a query or key together.
-        gated: the output is multiplied by sigmoid(gate).
-        biases: queries, keys and values have biases.
-        out_bias: the output has a bias.
-        query_scaling: of queries behind the trained context.
-        window: keys that a token sees, its own included; None is all before it.
-        sinks: each head has a logit without a value in its softmax.
-        cache_format: of `KVFormat`; None is the compute dtype.
-        apart: the layers keep the compute dtype beside others of another format.
-        fp8_bits: an FP8 cache is an array of the numbers' bits, as a CPU wants it.
+        rope: Rotation of the first `rope.dim` dims of a head. Layers without rotation (theta None)
+            have a separate cache, as do layers with another window.
+        qk_norm: Whether each head's query and key have RMS norms.
+        heads_norm: Whether one RMS norm covers all heads of a query or key together.
+        gated: Whether the output is multiplied by sigmoid(gate).
+        biases: Whether queries, keys and values have biases.
+        out_bias: Whether the output has a bias.
+        query_scaling: Scaling of queries beyond the trained context.
+        window: Number of keys that a token sees, its own included. None means all before it.
+        sinks: Whether each head has a logit without a value in its softmax.
+        cache_format: Format of the cache for `KVFormat`. None means the compute dtype.
+        apart: Whether these layers keep the compute dtype while others use another format.
+        fp8_bits: Whether an FP8 cache is an array of the numbers' bits, for CPUs.
     """
 
     num_heads: int
@@ -64,7 +64,7 @@ class GQA(PagedMixer):
 
     def in_format(self, name: str) -> "GQA":
         if name in TURBOQUANT:
-            gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # refuses, or warns
+            gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # raises, or warns
         return dataclasses.replace(self, cache_format=name, apart=False)
 
     def set_apart(self) -> "GQA":
@@ -78,8 +78,7 @@ class GQA(PagedMixer):
 
     @property
     def array(self) -> str:
-        """The name of the cache's array: layers of another window or format, or without rotation,
-        have another."""
+        """The name of the cache's array, which depends on window, rotation and `apart`."""
         of_window = "" if self.window is None else f"_{self.window}"
         unrotated = "_unrotated" if self.rope.theta is None else ""
         return f"kv_cache{of_window}{unrotated}{'_apart' if self.apart else ''}"
@@ -93,7 +92,7 @@ class GQA(PagedMixer):
 
     @property
     def coded(self) -> gqa.TurboFormat | None:
-        """The format of a TurboQuant cache; None of another."""
+        """The format of a TurboQuant cache, or None for another cache."""
         if self.cache_format not in TURBOQUANT:
             return None
         return gqa.TurboFormat(preset=self.cache_format, head_dim=self.head_dim)
@@ -168,7 +167,7 @@ class GQA(PagedMixer):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype=jnp.dtype(stream.dtype),
-            # Codes need the scratch of keys and values in the dtype of queries.
+            # A TurboQuant cache needs the scratch of keys and values in the queries' dtype.
             cache_dtype=None if self.coded is not None else self.format(stream).dtype,
             max_pages=max_pages,
             page_size=page_size,

@@ -1,4 +1,4 @@
-"""Latent attention as a mixer of tokens: its cache, its scratch and its two steps."""
+"""Multi-head latent attention as a mixer of tokens: its cache, its scratch and its two steps."""
 
 import dataclasses
 from typing import Any
@@ -23,15 +23,17 @@ from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MLA(PagedMixer):
-    """Multi-head latent attention over pages of latents, in DeepSeek's names.
+    """Multi-head latent attention over pages of latents, with DeepSeek's parameter names.
 
     Attributes:
-        cache_dtype: of the pages; None is the compute dtype, "uint8" is block-scaled FP8
+        cache_dtype: Dtype of the pages. None means the compute dtype, "uint8" block-scaled FP8
             ("fp8_block").
-        lora_norm_eps: of the norms of latents and low-rank queries; None is the stream's.
-        gated: a head's output is multiplied by a sigmoid gate of its own.
-        batch_invariant: a decode step cuts a row by its own length alone, so that the row's bits do
-            not depend on the rows beside it; of mixed lengths the attention takes up to 30% more.
+        lora_norm_eps: Epsilon of the norms of latents and low-rank queries. None means the
+            stream's.
+        gated: Whether each head's output is multiplied by its own sigmoid gate.
+        batch_invariant: Whether a decode step splits a row only by its own length, so that the
+            row's bits do not depend on other rows. With mixed lengths, the attention then takes up
+            to 30% longer.
     """
 
     num_heads: int
@@ -64,7 +66,7 @@ class MLA(PagedMixer):
         return MultiHeadLatentAttention(**self.options(stream), rngs=rngs)
 
     def options(self, stream: Stream) -> dict[str, Any]:
-        """The keywords of the module."""
+        """Returns the keyword arguments of the module."""
         return dict(
             hidden_size=stream.hidden_size,
             num_heads=self.num_heads,

@@ -1,4 +1,4 @@
-"""The base of mixers that attend over pages: places of rows and pages, on one GPU of several."""
+"""The base of mixers that attend over pages, with rows and pages divided over several GPUs."""
 
 import abc
 import dataclasses
@@ -28,9 +28,9 @@ from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in,
 
 
 def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int, int, int]:
-    """(rows, tokens of each, heads) that one GPU's decode op is given.
+    """Returns (rows, tokens of each, heads) of one GPU's decode op.
 
-    Where GPUs have a part of each row's pages, the heads of all meet on each, and every new token
+    If each GPU has a part of each row's pages, it attends with all GPUs' heads, and every new token
     is a row of its own.
     """
     ways = parallel.context
@@ -40,7 +40,7 @@ def attended(parallel: Parallel, rows: int, q_len: int, heads: int) -> tuple[int
 def spread_of(
     parallel: Parallel, batch: DecodeBatch, page_size: int
 ) -> ContextParallelPages | None:
-    """The pages of a step as this GPU sees them; None where it has all of them."""
+    """Returns this GPU's view of a step's pages, or None if it has all of them."""
     return ContextParallelPages.of(
         parallel,
         batch.block_tables,
@@ -53,7 +53,7 @@ def spread_of(
 def addressing(
     batch: DecodeBatch, shared: dict[str, Any], most_tokens: int | None
 ) -> dict[str, Any]:
-    """Where this GPU writes new tokens, and the lengths of rows."""
+    """Returns the places where this GPU writes new tokens, and the lengths of rows."""
     spread, lens = shared["spread"], batch.seq_lens
     return {
         "block_tables": batch.block_tables if spread is None else spread.places,
@@ -63,10 +63,10 @@ def addressing(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedMixer(Mixer):
-    """Attention over pages, of which several GPUs may have a part each.
+    """Attention over pages, which may be divided over several GPUs.
 
     Attributes:
-        parallel: the layout of the GPUs of which one has these heads.
+        parallel: The layout of the GPUs that share the layer; each has some of the heads.
     """
 
     parallel: Parallel = ALONE
@@ -79,12 +79,12 @@ class PagedMixer(Mixer):
     @property
     @abc.abstractmethod
     def exchanged(self) -> tuple[int, int, int]:
-        """(heads of this GPU, numbers of each that it attends with, numbers of its output)."""
+        """(heads of this GPU, width of attention's input per head, width of its output)."""
 
     def exchanging(
         self, shared: dict[str, Any], arrays: Arrays, implementation: Implementation | None
     ) -> dict[str, Any]:
-        """`shared` with the arrays' symmetric buffer, if any, in its `ContextParallelPages`."""
+        """Returns `shared` with the arrays' symmetric buffer, if any, in `shared["spread"]`."""
         spread = shared["spread"]
         if spread is None or not has_buffer(arrays, EXCHANGE) or implementation in ONLY_BY_NAME:
             return shared
@@ -165,24 +165,24 @@ class PagedMixer(Mixer):
             **self.exchanging(shared, arrays, implementation),
         )
         arrays, after = self.arrays_of(found)
-        assert after is not None  # an arena came in
+        assert after is not None  # an arena was given
         return y, arrays, after
 
     def in_cache(self, layer: StackedLayer) -> Any:
-        """The layer as the module takes it."""
+        """Returns the layer in the form that the module expects."""
         return layer
 
     def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
-        """What else the module's `decode`, or with `mixed` its `mixed`, reads of the arrays."""
+        """Returns further arguments of the module's `decode`, or with `mixed` of its `mixed`."""
         return {}
 
     def arrays_of(self, found: list[Any]) -> tuple[Arrays, Arena | None]:
-        """(the arrays, the arena) of what the module's `mixed` or `decode` gives after y."""
+        """Returns (the arrays, the arena) from the results of `mixed` or `decode` after y."""
         kv_cache, after, *sent = found
         return {self.array: kv_cache, **self.exchanged_by(sent)}, after
 
     def exchanged_by(self, sent: list[SymmetricBuffer]) -> Arrays:
-        """The arrays of the mailboxes after rows were sent through them, if they were."""
+        """Returns the arrays of the mailboxes through which rows were sent, if any."""
         found = zip(sent, (EXCHANGE, MEETING), strict=False)
         return {
             name: array for each, of in found for name, array in buffer_arrays(each, of).items()
@@ -190,12 +190,12 @@ class PagedMixer(Mixer):
 
     @property
     def meeting(self) -> tuple[int, int] | None:
-        """(tokens, features) of a mailbox by which outputs of few rows meet; None: they do not."""
+        """(tokens, features) of the mailbox that merges outputs of few rows, or None."""
         return None
 
     @abc.abstractmethod
     def page_size(self, arrays: Arrays) -> int:
-        """Tokens of a page of the cache's arrays."""
+        """Returns the number of tokens per page of the cache's arrays."""
 
     def most_tokens(self, arrays: Arrays, batch: DecodeBatch) -> int | None:
         return batch.block_tables.shape[1] * self.page_size(arrays) * self.parallel.context

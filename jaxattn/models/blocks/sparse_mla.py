@@ -1,4 +1,4 @@
-"""Sparse latent attention as a mixer of tokens: the indexer's pages, and choices handed on."""
+"""Sparse MLA as a mixer of tokens: the indexer's pages, and choices passed on between layers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
 
-# What a layer with an indexer leaves to those without one: positions of prompts' and rows' tokens.
+# Names of the positions that a layer with an indexer passes on, for prompts' and rows' tokens.
 OF_PROMPTS, OF_ROWS = "chosen_by_prompts", "chosen_by_rows"
 
 
@@ -28,13 +28,13 @@ class SparseMLA(MLA):
     """DeepSeek Sparse Attention: MLA of each query to the tokens that an indexer chooses.
 
     Attributes:
-        top_k: tokens that a query attends to, of those that it sees.
-        index_heads: of the indexer; 0 is a layer without one, which takes the choice of the last
-            layer before it that has one.
-        index_head_dim: of its queries and keys.
-        index_interleaved: the layout of its rotated dims.
-        hands_on: whether layers without an indexer follow.
-        sinks: each head has a logit without a value in its softmax.
+        top_k: Number of tokens that a query attends to, among those that it sees.
+        index_heads: Number of heads of the indexer. 0 means that the layer has none and uses the
+            choice of the last layer before it that has one.
+        index_head_dim: Dimension of the indexer's queries and keys.
+        index_interleaved: Whether the indexer's rotated dims are interleaved.
+        hands_on: Whether layers without an indexer follow.
+        sinks: Whether each head has a logit without a value in its softmax.
     """
 
     top_k: int
@@ -44,7 +44,7 @@ class SparseMLA(MLA):
     hands_on: bool = False
     sinks: bool = False
 
-    norms = False  # of one token too the indexer reads the norm
+    norms = False  # the indexer reads the norm, also for a single token
     read_apart = ("indexer", "sinks")
 
     @property

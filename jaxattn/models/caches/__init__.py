@@ -1,1 +1,1 @@
-"""Caches of a model between steps: pages, recurrent states and symmetric memory."""
+"""Caches that a model keeps between steps: pages, recurrent states and symmetric memory."""

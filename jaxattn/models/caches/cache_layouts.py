@@ -1,4 +1,4 @@
-"""The kinds of cache that models are built of: pages of latents, keys and values, codes; states."""
+"""The kinds of cache that models use: pages of latents, of keys and values, of codes; states."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ class LatentPages(LayerCache):
     """MLA's latents: `kv_cache` [L, N, C, Ds] in one of the formats of `LatentFormat`.
 
     Attributes:
-        array: the name of their array, where another cache of the model has a `kv_cache`.
+        array: Name of the array; it differs if another cache of the model has a `kv_cache`.
     """
 
     format: LatentFormat
@@ -41,11 +41,12 @@ class LatentPages(LayerCache):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseLatentPages(LatentPages):
-    """Latents of which tokens are chosen, and in pages of the same numbers the keys of the layers'
-    indexers: `index_cache` [L, N, C, D], and `index_scale` [L, N, C] of FP8 keys.
+    """Latents for sparse attention, and the keys of the layers' indexers in pages of the same ids.
+
+    The keys are `index_cache` [L, N, C, D], with `index_scale` [L, N, C] for FP8 keys.
 
     Attributes:
-        keys: their format; None of layers without an indexer.
+        keys: Format of the keys, or None for layers without an indexer.
     """
 
     keys: IndexKeyFormat | None
@@ -73,10 +74,10 @@ class KeyValuePages(LayerCache):
     """Grouped-query attention's keys and values: `kv_cache` [L, N, 2, C, Hk, D].
 
     Attributes:
-        heads: Hk, key-value heads.
+        heads: Hk, the number of key-value heads.
         head_dim: D.
-        dtype: of keys and values.
-        array: the name of their array, where another cache of the model has a `kv_cache`.
+        dtype: Dtype of keys and values.
+        array: Name of the array; it differs if another cache of the model has a `kv_cache`.
     """
 
     heads: int
@@ -104,9 +105,9 @@ class TurboquantPages(LayerCache):
     """TurboQuant's codes of keys and values: `kv_cache` uint8 [L, N, Hk, C * slot_bytes].
 
     Attributes:
-        heads: Hk, key-value heads.
-        form: of a token's slot.
-        array: the name of their array, where another cache of the model has a `kv_cache`.
+        heads: Hk, the number of key-value heads.
+        form: Format of a token's slot.
+        array: Name of the array; it differs if another cache of the model has a `kv_cache`.
     """
 
     heads: int
@@ -139,9 +140,9 @@ class RecurrentState(LayerCache):
 
     Attributes:
         conv_shape: [W - 1, Dc], the inputs that the next token's convolution reads.
-        conv_dtype: of those.
+        conv_dtype: Dtype of these inputs.
         state_shape: [Hv, Dv, Dk], float32.
-        kind: of the layers, for the plan.
+        kind: Kind of the layers, for the plan.
     """
 
     conv_shape: tuple[int, int]
@@ -171,5 +172,5 @@ class RecurrentState(LayerCache):
 
 
 def _pages(parallel: Parallel) -> tuple[str, ...]:
-    """The mesh axes of pages: a data group has its own, and in it each GPU that shares rows."""
+    """Returns the mesh axes of pages: those of data groups, then those of GPUs that share rows."""
     return (*parallel.axes("data"), *parallel.axes("context"))

@@ -1,6 +1,7 @@
-"""The next input of a draft head for each row: what the output head read of its newest tokens.
+"""The next input of a draft head for each row: the output head's input for its newest tokens.
 
-It lies by row of the engine and not by slot: no request resumes with it, so prefixes keep no copy.
+The arrays are indexed by the engine's row instead of by slot. No request resumes from them, so the
+prefix cache keeps no copy.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ from jaxattn.parallel import Parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftInputs(LayerCache):
-    """`draft_hidden` [B, S, hidden] and `draft_pairs` int32 [B]: so many of a row's S are there.
+    """The draft head's inputs `draft_hidden` [B, S, hidden], and their counts `draft_pairs` [B].
 
     Attributes:
         features: hidden.
-        dtype: of what the head reads.
+        dtype: Dtype of the output head's input.
     """
 
     name: str = DRAFT
@@ -41,7 +42,7 @@ class DraftInputs(LayerCache):
 
     @classmethod
     def of(cls, stream: Any) -> Self:
-        """Of a decoder's stream."""
+        """Returns the cache for a decoder's stream."""
         return cls(features=stream.hidden_size, dtype=jnp.dtype(stream.dtype))
 
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:

@@ -17,31 +17,31 @@ from jaxattn.parallel import Parallel
 
 type Arrays = dict[str, Array]
 
-# The cache of what a model's draft head reads next, and its arrays (`DraftInputs`).
+# The cache of a draft head's next inputs, and its arrays (`DraftInputs`).
 DRAFT, DRAFT_HIDDEN, DRAFT_PAIRS = "draft", "draft_hidden", "draft_pairs"
 
-# The arrays that layers hand on to those behind them, which a state has within a step alone.
+# The arrays that layers pass on to later layers; a state contains them only within a step.
 HANDED_ON = "handed on"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """What a step carries, all of it donated and updated in place.
+    """The state that a step carries, donated and updated in place.
 
     Attributes:
-        arena: scratch, `Model.scratch` of all steps overlaid.
-        caches: the arrays of each `LayerCache` by name, under the name of the cache.
+        arena: Scratch memory, `Model.scratch` of all steps overlaid.
+        caches: The arrays of each `LayerCache` by name, under the name of the cache.
     """
 
     arena: Arena
     caches: dict[str, Arrays]
 
     def array(self, name: str) -> Array:
-        """An array of any cache, such as "kv_cache": names are unique within a model.
+        """Returns an array of any cache, such as "kv_cache": names are unique within a model.
 
         Raises:
-            KeyError: no cache has it; the message lists those that there are.
+            KeyError: No cache has the array; the message lists the existing ones.
         """
         found = {name: x for arrays in self.caches.values() for name, x in arrays.items()}
         if name not in found:
@@ -49,24 +49,24 @@ class DecodeState:
         return found[name]
 
     def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
-        """The state with other arrays of one cache, and another arena if one is given."""
+        """Returns the state with other arrays of one cache, and with `arena` if given."""
         return DecodeState(self.arena if arena is None else arena, {**self.caches, cache: arrays})
 
     def handing_on(self, arrays: Arrays) -> "DecodeState":
-        """The state with what layers hand on, before the first of them; without it of no arrays."""
+        """Returns the state with the arrays that layers pass on, if there are any."""
         caches = {name: own for name, own in self.caches.items() if name != HANDED_ON}
         return DecodeState(self.arena, {**caches, HANDED_ON: arrays} if arrays else caches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    """What a cache is made for.
+    """The sizes of a model's caches.
 
     Attributes:
-        pages: of `page_size` tokens each; the rows share them.
-        slots: one for each row that can be live.
-        checkpoints: slots beside those, for copies of a row's state; no row decodes in them.
-        drafts: tokens that a model's own draft head guesses in a step, at most.
+        pages: Number of pages of `page_size` tokens each, which the rows share.
+        slots: Number of slots, one for each row that can be active.
+        checkpoints: Number of additional slots for copies of a row's state; no row decodes in them.
+        drafts: Largest number of tokens that a model's own draft head guesses in a step.
     """
 
     pages: int
@@ -78,18 +78,18 @@ class CacheSize:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache(abc.ABC):
-    """What the layers of one kind keep of each row: any number of arrays, of any shape and dtype.
+    """The data that layers of one kind keep per row: any number of arrays of any shape and dtype.
 
     An array grows with the pages (latents, keys and values), with the slots (recurrent states, a
     ring of inputs, a cursor for each row) or with neither.
 
-    Pages and slots that a row leaves are given to the next row as they are. So a fresh row, whose
-    `seq_lens` equals its `query_lens`, must read nothing that it has not written.
+    The next row receives freed pages and slots without clearing. A fresh row, whose `seq_lens`
+    equals its `query_lens`, must therefore read nothing that it has not written.
 
     Attributes:
-        name: of the cache, unique within a model.
-        layers: how many layers it has; layer l of it is `array[l]`.
-        recurrent: whether a row's slot holds what a request needs to resume.
+        name: Name of the cache, unique within a model.
+        layers: Number of layers; layer l of the cache is `array[l]`.
+        recurrent: Whether a request needs the contents of its slot to resume.
     """
 
     recurrent: ClassVar[bool] = True
@@ -99,27 +99,27 @@ class LayerCache(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, size: CacheSize) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of each array, by a name that is unique within a model."""
+        """Returns shape and dtype of each array, by a name that is unique within a model."""
 
     def spec(self, array: str, parallel: Parallel) -> PartitionSpec:
-        """How an array lies over several GPUs; here, each GPU has its own layers of it."""
+        """Returns an array's sharding over several GPUs; by default each has its own layers."""
         return PartitionSpec(parallel.axes("all"))
 
     @abc.abstractmethod
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
-        """What decides an array's bytes: the text of its line in the plan."""
+        """Returns the text of an array's line in the plan: the numbers that determine its bytes."""
 
     def init(self, size: CacheSize) -> Arrays:
-        """The arrays before the first row."""
+        """Returns the arrays as they are before the first row."""
         shapes = self.shapes(size)
         return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in shapes.items()}
 
     def connected(self, arrays: Arrays) -> Arrays:
-        """The arrays over several GPUs, once they lie where they stay: what says where is set."""
+        """Returns the arrays with their addresses set, once they are placed on several GPUs."""
         return arrays
 
     def items(self, size: CacheSize) -> tuple[PlanItem, ...]:
-        """The lines of the plan: one for each array, "kv_cache" as "kv cache"."""
+        """Returns the lines of the plan, one for each array: "kv_cache" becomes "kv cache"."""
         without = self.shapes(dataclasses.replace(size, checkpoints=0))
 
         def why(array: str, shape: jax.ShapeDtypeStruct) -> str:
@@ -136,10 +136,10 @@ class LayerCache(abc.ABC):
     def copy_slots(
         self, arrays: Arrays, source: Int[Array, " n"], target: Int[Array, " n"]
     ) -> Arrays:
-        """Copies slots `source` to `target`, to make a checkpoint of rows or to go back to one.
+        """Copies slots `source` to `target`, to create a checkpoint of rows or to restore one.
 
-        Checkpoint slots are numbered behind the live ones. Arrays that grow with the slots are
-        copied. The caller keeps the pages of a checkpoint, so pages are not.
+        Checkpoint slots have numbers after the active ones. Arrays that grow with the slots are
+        copied. Pages are not, because the caller keeps a checkpoint's pages.
         """
         few, more = (self.shapes(CacheSize(pages=1, slots=slots)) for slots in (1, 2))
         copied = {}
@@ -153,7 +153,7 @@ class LayerCache(abc.ABC):
         return copied
 
 
-# Lines that every plan has: no array of a cache may take their names.
+# Lines that every plan contains, whose names no array of a cache may have.
 PLAN_LINES = (
     "weights", "rows", "arena", "xla temp", "xla code", "rounding", "others", "driver", "in use",
     "collectives", "step inputs and outputs",
@@ -161,12 +161,12 @@ PLAN_LINES = (
 
 
 def line_name(array: str) -> str:
-    """The name of an array's line in the plan."""
+    """Returns the name of an array's line in the plan."""
     return array.replace("_", " ")
 
 
 def check_caches(caches: Sequence[LayerCache]) -> None:
-    """Raises ValueError, with the names, where the caches of a model contradict each other."""
+    """Raises ValueError, naming the caches, if a model's caches contradict each other."""
     small, large = CacheSize(pages=1, slots=1), CacheSize(pages=2, slots=2)
     lines: dict[str, str] = {}
     names: set[str] = set()

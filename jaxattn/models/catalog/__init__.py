@@ -1,1 +1,1 @@
-"""Public models that a plan knows by name, and the sizes of their parts."""
+"""Public models that the plan knows by name, and the sizes of their parts."""

@@ -2,8 +2,7 @@
 
     DecoderSizes.of("Youtu-LLM-2B", model)
 
-Its parameters are those that the loader allocates, so that a line of the plan is a sum of their
-bytes.
+The parameters are those that the loader allocates, so a line of the plan is the sum of their bytes.
 """
 
 import dataclasses
@@ -29,11 +28,11 @@ from jaxattn.nn.four_bit_linear import FourBitLinears
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSizes(ModelSizes):
-    """A decoder, for a plan.
+    """The sizes of a decoder, for a plan.
 
     Attributes:
-        model: its decoder, with the weights' formats as the loader makes them.
-        quantization: of its checkpoint.
+        model: The decoder, with the weight formats that the loader creates.
+        quantization: Quantization of its checkpoint.
     """
 
     model: DecoderModel
@@ -48,13 +47,13 @@ class DecoderSizes(ModelSizes):
         *,
         unread: str = "",
     ) -> "DecoderSizes":
-        """Of a decoder.
+        """Returns the sizes of a decoder.
 
         Args:
-            unread: what the loader skips, in words.
+            unread: Description of the tensors that the loader skips.
 
         Raises:
-            ValueError: nothing says how GPUs divide one of its parameters; it is named.
+            ValueError: A parameter has no partition rule; the message names it.
         """
         shapes = model.param_shapes()
         dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(shapes)}))
@@ -70,7 +69,7 @@ class DecoderSizes(ModelSizes):
 
     @cached_property
     def whole_fp8_bytes(self) -> int:
-        """Of the weights with every FP8 matrix of the checkpoint kept in FP8."""
+        """The bytes of the weights if every FP8 matrix of the checkpoint stayed FP8."""
         total = 0
         for key, leaf in nnx.to_flat_state(self.model.param_shapes()):
             wide = jnp.dtype(leaf.dtype).itemsize > 1
@@ -150,7 +149,7 @@ class DecoderSizes(ModelSizes):
 
 
 def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
-    """What the loader makes of the checkpoint's weights, in words."""
+    """Describes the form in which the loader keeps the checkpoint's weights."""
     if quantization is None:
         return "as the loader keeps them"
     if quantization == "mxfp4" or quantization in INT4:
@@ -183,7 +182,7 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
 
 
 def _largest_fp8(model: DecoderModel) -> int:
-    """Numbers of the largest linear that stays FP8."""
+    """Returns the number of elements of the largest linear that stays FP8."""
     stream = model.spec.stream
     blocks = dict.fromkeys(model.spec.blocks)
     layers = [layer for block in blocks for layer in (block.mixer, block.feed_forward)]
@@ -202,7 +201,7 @@ def _of_mla(mixer: MLA) -> dict[str, Any]:
 
 
 def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
-    """The lines of a decoder's parameters, in the order of its state."""
+    """Returns the lines of a decoder's parameters, in the order of its state."""
     found = []
     for key, leaf in nnx.to_flat_state(model.param_shapes()):
         part = param_role(model.spec, key)

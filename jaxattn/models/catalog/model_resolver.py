@@ -1,11 +1,11 @@
-"""The model that a name stands for: a shipped configuration, a folder, or a GGUF file.
+"""Resolution of a model's name: a shipped configuration, a folder, or a GGUF file.
 
     model_resolver.load("DeepSeek-R1")     model_resolver.load("path/of/a/folder")
 
-A `model_type` has a family (`models/registry.py`). The model is built, and its parameters, caches
-and scratch are those of the model that is served.
+The `model_type` selects a family (`models/registry.py`). The resolver builds the model, so its
+parameters, caches and scratch are those of the served model.
 
-Shipped: the fields of `NAMES`, in `models/catalog/known/*.json`, each with its source.
+The shipped configurations, `NAMES`, are in `models/catalog/known/*.json`, each with its source.
 """
 
 from pathlib import Path
@@ -23,17 +23,17 @@ DATA = Path(__file__).parent / "known"
 
 
 class CatalogError(ValueError):
-    """No such model, or a config.json that is not understood."""
+    """No such model exists, or its config.json is not supported."""
 
 
 NAMES = tuple(sorted(path.stem for path in DATA.glob("*.json")))
 
 
 def shipped_config(name: str) -> dict[str, Any]:
-    """The fields of a shipped configuration; case does not matter.
+    """Returns the fields of a shipped configuration; the name is case-insensitive.
 
     Raises:
-        CatalogError: there is none of that name; the message lists them.
+        CatalogError: No configuration has this name; the message lists them.
     """
     for known in NAMES:
         if known.lower() == name.lower():
@@ -45,21 +45,21 @@ def shipped_config(name: str) -> dict[str, Any]:
 
 
 def load(name: str, dense: WeightsFormat | None = None, draft_head: bool = False) -> DecoderSizes:
-    """A shipped model by its name, or that of a folder or GGUF file, as the loader reads it.
+    """Returns the sizes of a shipped model, or of a folder or GGUF file as the loader reads it.
 
     Args:
-        dense, draft_head: see `jaxattn.models.load`.
+        dense, draft_head: See `jaxattn.models.load`.
 
     Raises:
-        CatalogError: there is none, or its config.json is not understood. The words are those
-            of the loader.
+        CatalogError: There is no such model, or its config.json is not supported. The message is
+            the loader's.
     """
     for known in NAMES:
         if known.lower() == name.lower():
             return from_config(known, shipped_config(known), known, dense, draft_head)
     folder = Path(name)
     if not folder.exists():
-        shipped_config(name)  # says which names there are
+        shipped_config(name)  # raises with the list of names
     if not is_gguf(folder) and not (folder / CONFIG).is_file():
         raise CatalogError(f"{folder} is neither a folder with a {CONFIG} nor a GGUF file")
     try:
@@ -69,8 +69,11 @@ def load(name: str, dense: WeightsFormat | None = None, draft_head: bool = False
 
 
 def of_folder(name: str, folder: ModelFolder) -> DecoderSizes:
-    """The model of a folder whose config.json was read; its weights say what config.json does not
-    (a head of its own, FP8 matrices that are floats), where they are there."""
+    """Returns the sizes of a model folder whose config.json was read.
+
+    If the weights are present, they provide what config.json does not: a separate head, or float
+    matrices in an FP8 model.
+    """
     if not isinstance(folder, HuggingFaceFolder):
         return DecoderSizes.of(name, folder.model)
     published = folder.published
@@ -85,14 +88,14 @@ def from_config(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> DecoderSizes:
-    """The model of a config.json.
+    """Returns the sizes of a config.json's model.
 
     Args:
-        where: the file, for messages.
-        dense, draft_head: of `load`.
+        where: Name of the file, for messages.
+        dense, draft_head: As for `load`.
 
     Raises:
-        CatalogError: the model type is unknown, or a field is missing or does not fit.
+        CatalogError: The model type is unknown, or a field is missing or does not fit.
     """
     try:
         fields = ConfigFields(config, where)
@@ -104,7 +107,7 @@ def from_config(
 
 
 def _words(skipped: tuple[str, ...], model: DecoderModel) -> str:
-    """What the loader skips; the beginnings of its tensors' names say it."""
+    """Describes the tensors that the loader skips, from the prefixes of their names."""
     layers = [name.startswith(("mtp.", "model.layers.")) for name in skipped]
     found = [] if all(layers) else ["the vision tower"]
     if any(layers) and not model.has_draft_head:

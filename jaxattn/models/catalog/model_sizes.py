@@ -1,6 +1,6 @@
-"""Sizes of a model for a memory plan: its weights in lines, its caches and its scratch.
+"""Sizes of a model for a memory plan: groups of weights, caches and scratch.
 
-`DecoderSizes` (decoder_sizes.py) takes them from a model that this package runs.
+`DecoderSizes` (decoder_sizes.py) derives them from a model that this package runs.
 """
 
 import abc
@@ -14,16 +14,18 @@ from jaxattn.models.sharding.partition_rules import Split
 
 @dataclasses.dataclass(frozen=True)
 class WeightGroup:
-    """`count` matrices of one shape.
+    """A group of `count` matrices of one shape.
 
     Attributes:
-        kind: the line of the plan they belong to.
-        shape: of one of them.
-        split: how several GPUs divide them, see `partition_rules.Split`.
-        quantized: stored in the checkpoint's quantized format, if it has one.
-        dtype_bytes: otherwise.
-        scales: of quantized numbers: they are bytes and no parameters.
-        numbers: of one of them, where they are not its elements.
+        kind: The line of the plan to which the group belongs.
+        shape: Shape of one matrix.
+        split: How several GPUs divide the matrices; see `partition_rules.Split`.
+        quantized: Whether the matrices are stored in the checkpoint's quantized format, if it has
+            one.
+        dtype_bytes: Bytes per element otherwise.
+        scales: Whether these are scales of quantized numbers, which count as bytes but not as
+            parameters.
+        numbers: Number of parameters in one matrix, if that is not its number of elements.
     """
 
     kind: str
@@ -43,18 +45,19 @@ class WeightGroup:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """What decides the bytes of a layer's activations. What a model does not have is 0.
+    """The sizes that determine the bytes of a layer's activations; 0 for parts a model lacks.
 
     Attributes:
-        qk_dim, v_dim: of an attention head.
-        latent: numbers that an MLA layer caches for a token.
-        low_rank: of its queries.
-        mlp_size: columns of the dense feed-forwards.
-        experts, top_k, expert_size: of the routed experts.
-        state_heads, state_shape: of a recurrent state, [Dv, Dk] each.
-        key_heads: that those share.
-        conv_channels: of the short convolution before it.
-        widened: numbers of the largest FP8 matrix beside experts, which XLA makes 16 bits of.
+        qk_dim, v_dim: Dimensions of an attention head.
+        latent: Number of elements that an MLA layer caches per token.
+        low_rank: Rank of an MLA layer's queries.
+        mlp_size: Number of columns of the dense feed-forwards.
+        experts, top_k, expert_size: Sizes of the routed experts.
+        state_heads, state_shape: Number of recurrent states and the shape [Dv, Dk] of each.
+        key_heads: Number of key heads that these states share.
+        conv_channels: Channels of the short convolution before the recurrence.
+        widened: Elements of the largest FP8 matrix other than experts, which XLA converts to 16
+            bits.
     """
 
     vocab_size: int
@@ -77,14 +80,14 @@ class LayerSizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes(abc.ABC):
-    """A model, for a plan.
+    """The sizes of a model, for a plan.
 
     Attributes:
-        weights: of the layers, embedding and head.
-        max_position_embeddings: the longest row in tokens.
-        stored: how the weights lie in memory, in words.
-        unread: tensors of its checkpoint that the loader skips, in words; "" for none.
-        block: side of the squares that share a scale, where `WeightGroup.quantized` decides; else
+        weights: Groups of the layers' weights, the embedding and the head.
+        max_position_embeddings: Maximum length of a row in tokens.
+        stored: Description of the weights' form in memory.
+        unread: Description of the checkpoint's tensors that the loader skips; "" for none.
+        block: Side of the square blocks that share a scale if `WeightGroup.quantized` is used, else
             0.
     """
 
@@ -98,48 +101,50 @@ class ModelSizes(abc.ABC):
     @property
     @abc.abstractmethod
     def sizes(self) -> LayerSizes:
-        """What decides the bytes of activations.
+        """The sizes that determine the bytes of activations.
 
         Raises:
-            ValueError: the model has a kind of layer for which there is no bound.
+            ValueError: The model has a kind of layer for which there is no bound.
         """
 
     @property
     @abc.abstractmethod
     def num_heads(self) -> int:
-        """Of attention; 0 without attention."""
+        """The number of attention heads; 0 without attention."""
 
     @property
     def dtype(self) -> str:
-        """Of queries and other operands of the matrix products."""
+        """The dtype of queries and other operands of matrix products."""
         return "bfloat16"
 
     @abc.abstractmethod
     def in_cache_format(self, name: str, native_layers: int = 0) -> "ModelSizes":
-        """The same model with caches in a format of `CACHE_FORMATS`; see
-        `Model.with_cache_format`."""
+        """Returns the same model with caches in a format of `CACHE_FORMATS`.
+
+        See `Model.with_cache_format`.
+        """
 
     @abc.abstractmethod
     def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
-        """What one of `ways` GPUs keeps of its rows; `cache_dtype` None is the model's own."""
+        """Returns the caches of one of `ways` GPUs; `cache_dtype` None means the model's own."""
 
     @abc.abstractmethod
     def scratch(
         self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
-        """The scratch of each op of a decode step, on one GPU.
+        """Returns the scratch of each op of a decode step on one GPU.
 
         Args:
-            ways: by how many its mixers' heads are divided.
-            gathered: of how many GPUs the tokens may choose this one's experts.
+            ways: Number of GPUs that divide the mixers' heads.
+            gathered: Number of GPUs whose tokens may choose this one's experts.
         """
 
     def copied_bytes(self, ways: int = 1) -> int:
-        """What an engine adds to the weights by packing them, on one of `ways` GPUs."""
+        """Returns the bytes that packing adds to the weights, on one of `ways` GPUs."""
         return 0
 
     def stored_bytes(self, weights: WeightGroup) -> tuple[int, int]:
-        """(bytes of the numbers, bytes of their scales) of one matrix."""
+        """Returns (bytes of the elements, bytes of their scales) of one matrix."""
         size = math.prod(weights.shape)
         if not (self.block and weights.quantized):
             return size * weights.dtype_bytes, 0
@@ -150,5 +155,5 @@ class ModelSizes(abc.ABC):
         return sum(w.parameters for w in self.weights)
 
     def total_bytes(self) -> int:
-        """Of all weights, on one device."""
+        """Returns the bytes of all weights on one device."""
         return sum(sum(self.stored_bytes(w)) * w.count for w in self.weights)

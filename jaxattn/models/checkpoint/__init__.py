@@ -1,4 +1,4 @@
-"""The package's own checkpoint format, and the safetensors code that Hugging Face folders share."""
+"""The package's own checkpoint format, and safetensors code shared with Hugging Face folders."""
 
 from jaxattn.models.checkpoint.native_format import EMBEDDED as EMBEDDED
 from jaxattn.models.checkpoint.native_format import CheckpointError as CheckpointError

@@ -1,4 +1,4 @@
-"""A fingerprint that tells whether two folders hold the same checkpoint, without a full read."""
+"""A fingerprint that identifies a checkpoint in a folder without a full read."""
 
 import hashlib
 from pathlib import Path
@@ -7,14 +7,14 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file
 
 
 def fingerprint(folder: Path) -> str:
-    """12 hexadecimal digits of a folder's config.json and safetensors files.
+    """Returns 12 hexadecimal digits for a folder's config.json and safetensors files.
 
-    They depend on each file's name and size, on its first bytes, where safetensors has its header,
-    and on 64 pieces of 4 KiB at even distances. So two trainings of one model differ, and a
+    The digits depend on each file's name and size, its first bytes, where safetensors has its
+    header, and 64 evenly spaced pieces of 4 KiB. Two trainings of one model therefore differ, and a
     checkpoint of a terabyte takes a second.
 
     Raises:
-        OSError: a file cannot be read.
+        OSError: A file cannot be read.
     """
     found = hashlib.sha256()
     files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]

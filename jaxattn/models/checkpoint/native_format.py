@@ -1,10 +1,10 @@
-"""The package's own format of a model: a folder with config.json and model.safetensors.
+"""The package's own model format: a folder with config.json and model.safetensors.
 
     save("model", config, params)
     config, params = load("model")
 
 config.json is one JSON object with the fields of `HybridConfig`; `rope` and `rope.yarn` are objects
-with those of `RopeConfig` and `YarnConfig`. Fields with a default may be left out.
+with those of `RopeConfig` and `YarnConfig`. Fields with a default may be omitted.
 
 model.safetensors holds these tensors. Names begin with the layer: `G` is repeats.gdn.<j>, GDN layer
 j of every repeat, `M` is repeats.mla, the MLA layer of every repeat, and `L` is both. Sizes:
@@ -37,10 +37,10 @@ Hv heads, Dk and Dv head dims, W linear_conv_kernel_dim.
     M.mla.w_uv                  [N, H, R, V]
     M.mla.o_proj.weight         [N, H*V, E]
 
-The others are of dtype `param_dtype`. All numbers are finite. The file's metadata may hold a CRC-32
-of each tensor, `crc32.<name>`, which `load` compares; `save` writes them.
+The other tensors have the dtype `param_dtype`. All numbers are finite. The file's metadata may
+contain a CRC-32 of each tensor, `crc32.<name>`, which `load` verifies; `save` writes them.
 
-A whole example, of a model of bytes with random parameters:
+A complete example, of a byte-level model with random parameters:
 
     >>> import jax
     >>> from jaxattn.models import Hybrid, HybridConfig, checkpoint
@@ -80,54 +80,59 @@ from jaxattn.models.registry import FAMILIES
 
 EMBEDDED = (
     PACKAGE / "models" / "embedded" / "tiny"
-)  # the model of bytes that ships with the package
+)  # the byte-level model that ships with the package
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SHARDS = "model.safetensors.index.json"  # of a Hugging Face folder with several files
+SHARDS = "model.safetensors.index.json"  # in a Hugging Face folder with several files
 MOST_CONFIG_BYTES = 2**20
-SCANNED_BYTES = 2**20  # at a time, so that they are still in the processor's cache when read again
-# Of the dtypes of parameters: the words they are made of, and the exponent's bits, all 1 in NaN
-# and infinity alone.
+SCANNED_BYTES = 2**20  # per step, so that the bytes are still in the CPU's cache when read again
+# For each parameter dtype: the integer type of the same size, and its exponent bits, which are all
+# 1 only in NaN and infinity.
 _EXPONENTS = {"bfloat16": ("uint16", 0x7F80), "float32": ("uint32", 0x7F800000)}
 
 
 class CheckpointError(ValueError):
-    """The folder is not a model that can be loaded; the message names the file and the tensor."""
+    """The folder contains no loadable model; the message names the file and the tensor."""
 
 
 def save(path: str | os.PathLike, config: HybridConfig, params: nnx.State) -> None:
-    """Writes the folder, making it if needed. A model in it is replaced by a complete one.
+    """Writes the folder, creating it if needed; a complete model replaces one in it.
 
     Args:
-        path: the folder.
-        config: the model's configuration.
-        params: its parameters, as `Hybrid.init_params` or training gives them.
+        path: The folder.
+        config: The model's configuration.
+        params: The parameters, as returned by `Hybrid.init_params` or by training.
 
     Raises:
-        CheckpointError: `params` are not those of `config`, or hold NaN or infinity. Nothing is
-            written then.
+        CheckpointError: `params` are not those of `config`, or contain NaN or infinity. In this
+            case nothing is written.
     """
     folder = Path(path)
     try:
         check_params(Hybrid(config).param_shapes(), params)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    # safetensors writes an array's memory in its own order, whatever the strides mean.
+    # safetensors writes an array's memory in its own order and ignores strides.
     tensors = {n: np.ascontiguousarray(each) for n, each in to_stored(config, params).items()}
     scans = {name: _scan(_bytes(tensor), tensor.dtype.name) for name, tensor in tensors.items()}
     _check_finite(folder, {name: finite for name, (_, finite) in scans.items()})
     sums = {f"crc32.{name}": crc for name, (crc, _) in scans.items()}
+    written = {
+        WEIGHTS: safetensors.numpy.save(tensors, metadata=sums),
+        CONFIG: (json.dumps(config.to_dict(), indent=2) + "\n").encode(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{WEIGHTS}.partial"
-    partial.write_bytes(safetensors.numpy.save(tensors, metadata=sums))
-    partial.replace(folder / WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + "\n", encoding="utf-8")
+    # Both files are complete before either replaces an older one.
+    for name, data in written.items():
+        (folder / f"{name}.partial").write_bytes(data)
+    for name in written:
+        (folder / f"{name}.partial").replace(folder / name)
 
 
 def read_config(path: str | os.PathLike) -> HybridConfig:
-    """The folder's config alone; no tensor is read.
+    """Reads the folder's config only, and no tensor.
 
     Raises:
-        CheckpointError: config.json is missing or damaged, or another package's.
+        CheckpointError: config.json is missing, damaged, or not in this package's format.
     """
     file = Path(path) / CONFIG
     with _reading(file):
@@ -147,11 +152,11 @@ def read_config(path: str | os.PathLike) -> HybridConfig:
 
 
 def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
-    """The folder's config and parameters, on the default device.
+    """Loads the folder's config and parameters to the default device.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or a tensor is missing, unexpected, of
-            another shape or dtype, cut off or changed, or holds NaN or infinity.
+        CheckpointError: A file is missing or damaged; or a tensor is missing, unexpected, truncated
+            or changed, has another shape or dtype, or contains NaN or infinity.
     """
     folder = Path(path)
     config = read_config(folder)
@@ -159,10 +164,10 @@ def load(path: str | os.PathLike) -> tuple[HybridConfig, nnx.State]:
 
 
 def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.ndarray]:
-    """The folder's tensors by name, mapped from its file: all that `from_stored` needs.
+    """Maps the folder's tensors by name from its file, for `from_stored`.
 
     Raises:
-        CheckpointError: see `load`.
+        CheckpointError: See `load`.
     """
     file = Path(path) / WEIGHTS
     content = _mapped(file)
@@ -170,7 +175,8 @@ def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.
         header = read_header(content)
     except ValueError as error:
         raise CheckpointError(f"{file} {error}") from error
-    # Before the layout: it takes products of the shapes, which are known to be small from here on.
+    # Checked before the layout, which multiplies the shapes: from here on they are known to be
+    # small.
     _check_names(file, config, {name: tensor[:2] for name, tensor in header.tensors.items()})
     try:
         check_layout(header)
@@ -188,7 +194,7 @@ def read_tensors(path: str | os.PathLike, config: HybridConfig) -> dict[str, np.
 
 
 def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
-    """Says what is supported, where the file is of a public model in its publisher's format."""
+    """Raises with a list of supported formats if the file is a public model's own config."""
     if not values.keys() & {"model_type", "architectures", "text_config", "transformers_version"}:
         return
     kind = values.get("model_type")
@@ -202,7 +208,7 @@ def _refuse_hugging_face(file: Path, values: dict[str, Any]) -> None:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Raises CheckpointError where the file cannot be read."""
+    """Raises CheckpointError if the file cannot be read."""
     try:
         yield
     except FileNotFoundError as error:
@@ -215,7 +221,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _size(file: Path) -> int:
-    """Bytes of a regular file: a pipe or a device may have no end."""
+    """Returns the size of a regular file; a pipe or a device may have no end."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"cannot read {file}: it is not a regular file")
@@ -223,9 +229,9 @@ def _size(file: Path) -> int:
 
 
 def _mapped(file: Path) -> np.ndarray:
-    """The file's bytes, uint8 [size], read when they are used."""
+    """Maps the file's bytes, uint8 [size], which are read on first use."""
     with _reading(file):
-        if not _size(file):  # NumPy maps no empty file
+        if not _size(file):  # NumPy cannot map an empty file
             return np.zeros(0, np.uint8)
         return np.memmap(file, np.uint8, mode="r")
 
@@ -245,13 +251,13 @@ def _check_names(file: Path, config: HybridConfig, found: dict) -> None:
 
 
 def _check_finite(file: Path, finite: Mapping[str, bool]) -> None:
-    """Raises with the names of the tensors that are not."""
+    """Raises with the names of the tensors that are not finite."""
     if broken := [repr(name) for name, holds in finite.items() if not holds]:
         raise CheckpointError(f"{file}: NaN or infinity in tensor {short_list(broken)}")
 
 
 def _scan(data: np.ndarray, dtype: str) -> tuple[str, bool]:
-    """Of a tensor's bytes: their CRC-32, and whether all numbers are finite; one pass over them."""
+    """Returns, in one pass over a tensor, its CRC-32 and whether all numbers are finite."""
     word, exponent = _EXPONENTS[dtype]
     crc, finite = 0, True
     for begin in range(0, data.size, SCANNED_BYTES):

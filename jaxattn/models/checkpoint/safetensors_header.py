@@ -1,9 +1,10 @@
-"""The header of a safetensors file, checked before one of its bytes is taken for a tensor.
+"""The header of a safetensors file, checked before any of the file's bytes become a tensor.
 
-A file is: the header's length (8 bytes, little-endian), the header (JSON), the tensors' bytes. They
-follow each other without gaps, in any order, to the end of the file. `read_header` checks what the
-JSON says; `check_layout` checks where the tensors lie, when their shapes are known to be right.
-Their errors are what the caller says of the file: "is cut off ...", "has a damaged header ...".
+A file is the header's length (8 bytes, little-endian), the header (JSON), and the tensors' bytes.
+These follow one another without gaps, in any order, to the end of the file. `read_header` checks
+the JSON. `check_layout` checks the tensors' places, once their shapes are known to be right. The
+errors of both complete a sentence that begins with the file: "is cut off ...", "has a damaged
+header ...".
 """
 
 import json
@@ -40,9 +41,9 @@ class TensorHeader(NamedTuple):
     """One entry of the header.
 
     Attributes:
-        dtype: NumPy's name of one of `DTYPES`, or the header's own name of another one.
-        shape: as the header says it.
-        begin, end: its bytes, counted from the header's end.
+        dtype: NumPy's name of one of `DTYPES`, or the header's name of another dtype.
+        shape: Shape in the header.
+        begin, end: Byte range, counted from the end of the header.
     """
 
     dtype: str
@@ -52,12 +53,12 @@ class TensorHeader(NamedTuple):
 
 
 class SafetensorsHeader(NamedTuple):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        tensors: by name.
-        metadata: the file's `__metadata__`.
-        data: the bytes behind the header, uint8 [bytes].
+        tensors: The entries by name.
+        metadata: The file's `__metadata__`.
+        data: The bytes after the header, uint8 [bytes].
     """
 
     tensors: dict[str, TensorHeader]
@@ -66,10 +67,10 @@ class SafetensorsHeader(NamedTuple):
 
 
 def read_header(content: np.ndarray) -> SafetensorsHeader:
-    """The header of a file with the bytes `content`, uint8 [bytes].
+    """Reads the header of a file with the bytes `content`, uint8 [bytes].
 
     Raises:
-        ValueError: the file ends before the header does, or the header is damaged.
+        ValueError: The file ends before its header, or the header is damaged.
     """
     length = struct.unpack("<Q", content[:PREFIX].tobytes())[0] if content.size >= PREFIX else None
     if length is None or length > content.size - PREFIX:
@@ -91,10 +92,10 @@ def read_header(content: np.ndarray) -> SafetensorsHeader:
 
 
 def parse_object(text: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8, in which no name stands twice.
+    """Parses a JSON object in UTF-8 without duplicate names.
 
     Raises:
-        ValueError: it is something else, or nested too deeply.
+        ValueError: The text is something else, or nested too deeply.
     """
     try:
         values = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
@@ -140,15 +141,15 @@ def _tensor(where: str, info: Any) -> TensorHeader:
 
 
 def check_layout(header: SafetensorsHeader) -> None:
-    """Checks that the tensors follow each other and end where the file ends.
+    """Checks that the tensors follow one another and end at the end of the file.
 
     Args:
-        header: its dtypes are known, and its shapes are those of the model: their products are
-            taken here.
+        header: A header with known dtypes, and with the shapes of the model, which are multiplied
+            here.
 
     Raises:
-        ValueError: a tensor has too few or too many bytes or is cut off, two of them overlap, or
-            bytes belong to none.
+        ValueError: A tensor has too few or too many bytes or is truncated, two overlap, or bytes
+            belong to no tensor.
     """
     reached, last = 0, "the header"
     for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1][2:]):

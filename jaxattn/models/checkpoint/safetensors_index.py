@@ -1,9 +1,9 @@
-"""The safetensors files of a folder: which there are, and what their headers say.
+"""The safetensors files of a folder, and the entries of their headers.
 
-A folder has model.safetensors, or model.safetensors.index.json and the shards that it names. A
-shard may be a link, as in the cache of the hub; its name may not lead out of the folder.
+A folder contains model.safetensors, or model.safetensors.index.json and the shards that it names. A
+shard may be a link, as in the Hub's cache, but its name may not lead out of the folder.
 
-No pickle is read: reading one can run code.
+Pickles are never read, because reading one can run code.
 """
 
 import math
@@ -34,9 +34,9 @@ class TensorEntry(NamedTuple):
     """A tensor of a folder.
 
     Attributes:
-        file: that it lies in.
-        dtype, shape: as the file says.
-        begin, nbytes: where its bytes lie in the file.
+        file: The file that contains the tensor.
+        dtype, shape: Dtype and shape in the file's header.
+        begin, nbytes: Place and number of its bytes in the file.
     """
 
     file: Path
@@ -47,10 +47,11 @@ class TensorEntry(NamedTuple):
 
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors of all files by name; of the files only the headers are read.
+    """Returns the tensors of all files by name; reads only the files' headers.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or two files hold a tensor of one name.
+        CheckpointError: A file is missing or damaged, or two files contain a tensor of the same
+            name.
     """
     found: dict[str, TensorEntry] = {}
     for name in _files(folder):
@@ -66,10 +67,10 @@ def open_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 
 def read_json(file: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
-        CheckpointError: it is missing, too large or no JSON object.
+        CheckpointError: The file is missing, too large, or not a JSON object.
     """
     try:
         if not file.is_file():
@@ -88,10 +89,11 @@ def read_json(file: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]
 
 
 def _files(folder: Path) -> list[str]:
-    """The names of a folder's safetensors files.
+    """Returns the names of a folder's safetensors files.
 
     Raises:
-        CheckpointError: there are none, or the index names what is no file of the folder.
+        CheckpointError: There are none, or the index names something that is not a file of the
+            folder.
     """
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
@@ -109,10 +111,10 @@ def _files(folder: Path) -> list[str]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """The files that an index names, which need not be there.
+    """Returns the files that an index names; they need not exist.
 
     Raises:
-        CheckpointError: the index is damaged, or names what can be no file of its folder.
+        CheckpointError: The index is damaged, or a name cannot be a file of its folder.
     """
     tensors = read_json(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(tensors, dict) or not tensors:
@@ -138,7 +140,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _header(file: Path) -> tuple[SafetensorsHeader, int]:
-    """A file's header, checked, and where its tensors' bytes begin."""
+    """Returns a file's checked header and the place where its tensors' bytes begin."""
     try:
         size = file.stat().st_size
         content = np.memmap(file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)

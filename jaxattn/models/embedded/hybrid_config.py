@@ -23,11 +23,11 @@ DTYPES = ("bfloat16", "float32")
 CACHE_DTYPES = ("uint8",)
 
 MOST_LAYERS = 1024
-# With these, a stack of weights has less than 2**63 bytes, which is as far as XLA counts.
+# With these limits, a stack of weights has fewer than 2**63 bytes, the most that XLA can count.
 MOST_SIZE, MOST_VOCAB, MOST_WIDTH = 2**20, 2**24, 2**24
-# The layers of a repeat and the taps of a convolution are unrolled: each is traced and compiled.
+# The layers of a repeat and the taps of a convolution are unrolled, so each is traced and compiled.
 MOST_UNROLLED = 64
-# A smaller eps is 0 in float32, and the norm of a row of zeros NaN.
+# A smaller eps is 0 in float32, and the norm of a row of zeros would be NaN.
 LEAST_EPS = float(jnp.finfo("float32").tiny)
 
 _SIZE = Integer(1, MOST_SIZE)
@@ -38,21 +38,22 @@ class HybridConfig:
     """`num_repeats` times `gdn_per_repeat` GDN layers and one MLA layer, each with a gated MLP.
 
     Attributes:
-        intermediate_size: width of the MLPs.
-        num_attention_heads .. v_head_dim: the MLA layers. `q_lora_rank` None projects queries
-            directly.
-        linear_*: the GDN layers. Value head h uses key head h // (value heads // key heads).
-        max_position_embeddings: longest row in tokens. Nothing is allocated by it.
-        tie_embeddings: the output head is the embedding, transposed.
-        dtype: operands of the matrix products, and convolution state. The residual stream, the
-            norms, the gates and the recurrent state are float32 in any case.
-        cache_dtype: of the latent cache: None is `dtype`, "uint8" is block-scaled FP8, 656 bytes
-            a token for 512 + 64 (`jaxattn.mla.LatentFormat`).
-        param_dtype: what the weights are stored in.
+        intermediate_size: Width of the MLPs.
+        num_attention_heads .. v_head_dim: Sizes of the MLA layers. `q_lora_rank` None projects
+        queries directly.
+        linear_*: Sizes of the GDN layers. Value head h uses key head h // (value heads // key
+        heads).
+        max_position_embeddings: Maximum length of a row in tokens. No allocation depends on it.
+        tie_embeddings: Whether the output head is the transposed embedding.
+        dtype: Dtype of matrix product operands and of the convolution state. The residual stream,
+            the norms, the gates and the recurrent state are always float32.
+        cache_dtype: Dtype of the latent cache. None means `dtype`; "uint8" means block-scaled FP8,
+            656 bytes per token for 512 + 64 (`jaxattn.mla.LatentFormat`).
+        param_dtype: Dtype in which the weights are stored.
 
     Raises:
-        ValueError: a field does not fit; the message names it and its value. Sizes have largest
-            values as well, of which the models here stay far away: the constants above say them.
+        ValueError: A field does not fit; the message names it and its value. Sizes also have
+            maxima, the constants above, which are far above practical models.
     """
 
     vocab_size: Annotated[int, Integer(1, MOST_VOCAB)]
@@ -109,7 +110,7 @@ class HybridConfig:
             )
 
     def _check_widths(self) -> None:
-        """All heads of a projection are one axis of its weights."""
+        """Checks the widths of projections, in which all heads form one axis."""
         heads, values = self.num_attention_heads, self.linear_num_value_heads
         widths = {
             "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)": heads
@@ -135,18 +136,18 @@ class HybridConfig:
 
     @property
     def latent_dim(self) -> int:
-        """D = R + P: numbers cached for a token in an MLA layer."""
+        """D = R + P, the number of elements cached per token in an MLA layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def latent_format(self) -> LatentFormat:
-        """How they are stored."""
+        """The format in which the cache stores latents."""
         dtype = self.cache_dtype or self.dtype
         return LatentFormat(dtype, self.kv_lora_rank, self.qk_rope_head_dim)
 
     @property
     def conv_dim(self) -> int:
-        """Dc: channels of a GDN layer's convolution."""
+        """Dc, the number of channels of a GDN layer's convolution."""
         keys = self.linear_num_key_heads * self.linear_key_head_dim
         return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
 
@@ -155,15 +156,15 @@ class HybridConfig:
         return jnp.dtype(self.dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for config.json."""
+        """Returns plain values for config.json."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`.
+        """Inverts `to_dict`.
 
         Raises:
-            ValueError: a field is unknown, missing or does not fit; the message names it by its
-                place, such as rope.yarn.factor.
+            ValueError: A field is unknown, missing or does not fit; the message names it by its
+                path, such as rope.yarn.factor.
         """
         return from_dict(cls, values)

@@ -1,6 +1,7 @@
-"""The hybrid decoder: repeats of some GDN layers and one MLA layer, each with a gated MLP.
+"""The hybrid decoder: repeats of several GDN layers and one MLA layer, each with a gated MLP.
 
-It is the model that ships with the package (`tiny/`), and one `DecoderModel` among others.
+The model that ships with the package (`tiny/`) is of this kind, which is one `DecoderModel` of
+many.
 """
 
 import jax
@@ -28,7 +29,7 @@ class Hybrid(DecoderModel):
 
 
 def decoder_spec(config: HybridConfig) -> DecoderSpec:
-    """The decoder's layers: `num_repeats` times (`gdn_per_repeat` x GDN, MLA)."""
+    """Returns the decoder's layers: `num_repeats` times (`gdn_per_repeat` x GDN, MLA)."""
     layers = config.num_repeats * (config.gdn_per_repeat + 1)
     mlp = MLP(intermediate_size=config.intermediate_size)
     delta = GDN(
@@ -68,7 +69,7 @@ def decoder_spec(config: HybridConfig) -> DecoderSpec:
 
 
 def stored_shapes(config: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The tensors of a checkpoint by name, stacked over the repeats of the configuration."""
+    """Returns a checkpoint's tensors by name, stacked over the configuration's repeats."""
     found = {}
     for key, leaf in nnx.to_flat_state(Hybrid(config).param_shapes()):
         for name, _, repeat in _places(config, key):
@@ -78,7 +79,7 @@ def stored_shapes(config: HybridConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def to_stored(config: HybridConfig, params: nnx.State) -> dict[str, np.ndarray]:
-    """The parameters as a checkpoint's tensors, on the host."""
+    """Converts the parameters to a checkpoint's tensors, on the host."""
     found: dict[str, dict[int, np.ndarray]] = {}
     for key, leaf in nnx.to_flat_state(params):
         array = np.asarray(leaf[...])
@@ -91,7 +92,7 @@ def to_stored(config: HybridConfig, params: nnx.State) -> dict[str, np.ndarray]:
 
 
 def from_stored(config: HybridConfig, tensors: dict[str, np.ndarray]) -> nnx.State:
-    """The inverse of `to_stored`: the parameters, on the default device."""
+    """Inverts `to_stored`: returns the parameters on the default device."""
     flat = []
     for key, leaf in nnx.to_flat_state(Hybrid(config).param_shapes()):
         places = _places(config, key)
@@ -104,9 +105,10 @@ def from_stored(config: HybridConfig, tensors: dict[str, np.ndarray]) -> nnx.Sta
 
 
 def _places(config: HybridConfig, key: tuple) -> list[tuple[str, int, int | None]]:
-    """Where a parameter lies in a checkpoint: (tensor, row of it, row of the parameter's stack).
+    """Returns a parameter's places in a checkpoint: (tensor, row of it, row of its own stack).
 
-    The format stacks a pattern of the configuration; the decoder's segments may be cut elsewhere.
+    The format stacks the configuration's pattern, whereas the decoder's segments may begin
+    elsewhere.
     """
     if key[0] != "segments":
         return [(".".join(map(str, key)), 0, None)]

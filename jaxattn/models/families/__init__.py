@@ -1,1 +1,1 @@
-"""Published models, one file per `model_type`: configuration, blocks, places of the tensors."""
+"""Published models, one file per `model_type`: configuration, blocks, mapping of the tensors."""

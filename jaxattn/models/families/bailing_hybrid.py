@@ -1,9 +1,9 @@
 """Ling-3.0 (`model_type` bailing_hybrid): Kimi Delta Attention with bounded decays, gated MLA.
 
-The last layer of each group attends, with rotated queries and keys and a gate per head. The first
-layers are dense. Routing is DeepSeek-V3's. The prediction layer (MTP) is not read.
+The last layer of each group is attention, with rotated queries and keys and a gate per head. The
+first layers are dense. Routing is DeepSeek-V3's. The prediction layer (MTP) is not read.
 
-Refused: other activations than SiLU, biases in attention, other routing than by sigmoid.
+Not supported: activations other than SiLU, biases in attention, routing other than by sigmoid.
 """
 
 from collections.abc import Collection
@@ -22,10 +22,10 @@ _ATTENTION, _OUT = "attention", "dense"
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.renamed(
         **kda_hybrid_base.SPELLED, linear_conv_kernel_dim="short_conv_kernel_size"
@@ -35,7 +35,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     bound = None
     if fields.flag("kda_safe_gate", True):
         bound = _below_zero(fields, "kda_lower_bound", -5.0)
-    # transformers writes the rotated dims as head_dim, and the delta rule's beside them.
+    # transformers stores the rotated dims as head_dim, and the delta rule's in a separate field.
     dim = fields.integer("linear_head_dim", fields.values.get("head_dim"))
     delta = KDA(
         num_heads=fields.integer("linear_num_heads", heads),
@@ -67,12 +67,12 @@ def _below_zero(fields: ConfigFields, name: str, default: float) -> float:
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: the prediction layers."""
+    """Returns the prefixes of tensors that are not read: the prediction layers."""
     return deepseek.skipped(fields)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     spec = model.spec
     saved = any(name == "model.embed_tokens.weight" for name in names)
     hidden = spec.stream.hidden_size

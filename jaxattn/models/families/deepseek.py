@@ -1,11 +1,12 @@
 """DeepSeek-V2, V2-Lite, V3, R1, Moonlight, Kimi-K2 to K2.6: MLA, a dense prefix, then experts.
 
-`model_type` deepseek_v2, deepseek_v3, kimi_k2, or kimi_k25, of which the text model is read: its
-fields are in `text_config`. The first prediction layer (MTP) behind the last layer of the model is
-read as a draft head where one is asked for. A vision tower is not read.
+`model_type` is deepseek_v2, deepseek_v3, kimi_k2, or kimi_k25, whose text model is read from the
+fields in `text_config`. The first prediction layer (MTP), after the model's last layer, is read as
+a draft head on request. A vision tower is not read.
 
-Refused: other activations than SiLU, biases in attention, experts in every nth layer only, and
-other routing than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction bias).
+Not supported: activations other than SiLU, biases in attention, experts only in every nth layer,
+and routing other than V2's (softmax; greedy or by groups) and V3's (sigmoid with a correction
+bias).
 """
 
 from collections.abc import Collection
@@ -19,17 +20,17 @@ from jaxattn.models.weight_map.tensor_mapping import WeightMapping, ends, layer_
 from jaxattn.ops.moe.routing import Router
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25")
-# Of the embedding's norm, the hidden state's, their projection, and the last norm.
+# Names of the embedding's norm, the hidden state's norm, their projection, and the last norm.
 DRAFT = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-# Of Kimi-K2.5, as it is published and as transformers saves it.
+# Prefixes in Kimi-K2.5, as published and as saved by transformers.
 VISION = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     if fields.values["model_type"] != "deepseek_v2":
         fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
@@ -38,29 +39,33 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
-    """The model with its first prediction layer, which is as the last one."""
+    """Returns the model with its first prediction layer, whose block is like the last one."""
     last = model.spec.blocks[-1]
     return decoder.with_draft_head(model, fields, last, DraftHead(), prediction_layers(fields))
 
 
 def prediction_layers(fields: ConfigFields) -> int:
-    """How many there are: transformers 5 writes the second name, publishers the first."""
+    """Returns the number of prediction layers, under the publishers' or transformers 5's name."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     given = [name for name in names if fields.values.get(name) is not None]
     return max((fields.integer(name, least=0) for name in given), default=0)
 
 
 def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
-    """The tensors around the block of the draft head. Embedding and output head, which a checkpoint
-    stores again, are the model's."""
+    """Returns the tensors around the draft head's block.
+
+    A checkpoint repeats the embedding and the output head, which are the model's.
+    """
     if not spec.draft_head:
         return []
     return decoder.draft_layers(f"model.layers.{spec.layers}", spec.stream.hidden_size, DRAFT)
 
 
 def dense_layers(fields: ConfigFields) -> list[bool]:
-    """Whether each layer's feed-forward is dense: the first ones are. transformers 5 writes a word
-    for each layer in some families."""
+    """Returns whether each layer's feed-forward is dense, as the first ones are.
+
+    For some families transformers 5 writes a word for each layer instead.
+    """
     if fields.values.get("mlp_layer_types") is not None:
         count = fields.integer("num_hidden_layers")
         words = fields.words("mlp_layer_types", count, "dense", "sparse")
@@ -72,7 +77,7 @@ def dense_layers(fields: ConfigFields) -> list[bool]:
 
 
 def read_blocks(fields: ConfigFields, dense: list[bool]) -> tuple[Block, ...]:
-    """The blocks of a model with MLA, and in each layer a dense feed-forward or experts."""
+    """Returns the blocks of a model with MLA, each with a dense feed-forward or with experts."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     attention = mla.read_attention(fields)
@@ -85,10 +90,10 @@ def read_blocks(fields: ConfigFields, dense: list[bool]) -> tuple[Block, ...]:
 
 
 def read_experts(fields: ConfigFields) -> MoE:
-    """Routed and shared experts.
+    """Reads routed and shared experts.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     width = fields.integer("moe_intermediate_size")
     shared = fields.integer("n_shared_experts", 0, least=0)
@@ -127,14 +132,14 @@ def _router(fields: ConfigFields) -> Router:
 
 
 def _groups(fields: ConfigFields) -> tuple[int, int]:
-    """(groups of experts, those that a token may choose from); without groups all are one."""
+    """Returns (groups of experts, groups a token may choose from); (1, 1) without groups."""
     if fields.values.get("n_group") is None:
         return 1, 1
     return fields.integer("n_group"), fields.integer("topk_group", 1)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: the prediction layers and a vision tower."""
+    """Returns the prefixes of tensors that are not read: prediction layers and a vision tower."""
     fields = fields.text()
     last = fields.integer("num_hidden_layers")
     extra = prediction_layers(fields)
@@ -143,7 +148,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec) + draft_layers(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

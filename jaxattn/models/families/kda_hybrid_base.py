@@ -9,7 +9,7 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
-# Their spelling of DeepSeek's fields.
+# Spelling of DeepSeek's fields in these families.
 SPELLED = {
     "max_position_embeddings": "model_max_length",
     "n_routed_experts": "num_experts",
@@ -23,7 +23,7 @@ SPELLED = {
 def read_decoder(
     fields: ConfigFields, attends: Sequence[bool], attention: MLA, delta: KDA, dense: Sequence[bool]
 ) -> DecoderModel:
-    """The decoder whose layers attend or have a delta rule, and are dense or have experts."""
+    """Returns the decoder of layers with attention or a delta rule, and a dense MLP or experts."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
     kinds: dict[bool, FeedForward] = {}
@@ -35,15 +35,15 @@ def read_decoder(
         Block(attention if full else delta, kinds[first])
         for full, first in zip(attends, dense, strict=True)
     )
-    return decoder.read_decoder(fields, blocks, ties=False)  # as transformers has them
+    return decoder.read_decoder(fields, blocks, ties=False)  # as in transformers
 
 
 def delta(place: LayerMapping, mixer: KDA, hidden: int, name: str, out: str) -> list[WeightMapping]:
-    """The tensors of a layer's delta rule, all but A_log.
+    """Returns the mapping of a layer's delta rule, except A_log.
 
     Args:
-        name: of the layer's attention.
-        out: of its output projection.
+        name: Name of the layer's attention.
+        out: Name of its output projection.
     """
     width, rank = mixer.num_heads * mixer.head_dim, mixer.gate_rank
     found = []

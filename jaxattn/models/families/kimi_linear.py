@@ -1,10 +1,10 @@
 """Kimi-Linear (`model_type` kimi_linear): Kimi Delta Attention, MLA without rotation, experts.
 
-Three layers of four have a delta rule. The first layer is dense, and the last one attends, so that
-the layers are a prefix, a body that repeats, and a tail. Routing is DeepSeek-V3's.
+Three of four layers have a delta rule. The first layer is dense, and the last one is attention, so
+the layers are a prefix, a repeated body, and a tail. Routing is DeepSeek-V3's.
 
-Refused: rotated queries and keys, other activations than SiLU, biases in attention, experts in
-every nth layer only, other routing than by sigmoid.
+Not supported: rotated queries and keys, activations other than SiLU, biases in attention, experts
+only in every nth layer, routing other than by sigmoid.
 """
 
 from collections.abc import Collection
@@ -26,10 +26,10 @@ _DELTA = "linear_attn_config"
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.renamed(**kda_hybrid_base.SPELLED, scoring_func="moe_router_activation_func")
     fields = fields.assuming(routed_scaling_factor=2.446, rms_norm_eps=1e-5)
@@ -41,7 +41,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
         heads, dim = of_delta.integer("num_heads"), of_delta.integer("head_dim")
         width = of_delta.integer("short_conv_kernel_size", least=2)
         attends = _attends(of_delta, count)
-    else:  # as transformers writes it
+    else:  # the fields that transformers writes
         heads, dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
         width = fields.integer("linear_conv_kernel_dim", least=2)
         words = fields.words("layer_types", count, "linear_attention", "full_attention")
@@ -54,7 +54,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
-    """Whether each layer attends. The file counts layers from 1, and names those of both kinds."""
+    """Returns whether each layer is attention; the file lists layers of both kinds, from 1 on."""
     full = of_delta.values.get("full_attn_layers")
     every = set(range(1, count + 1))
     if not isinstance(full, list) or not every.issuperset(full):
@@ -68,10 +68,10 @@ def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes.
+    """Returns the destination of every tensor.
 
     Args:
-        names: of a folder's tensors: transformers saves dense layers under the name of the experts.
+        names: Names of a folder's tensors: transformers saves dense layers under the experts' name.
     """
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)

@@ -1,15 +1,15 @@
 """Qwen3.5 and 3.6: gated delta nets and gated attention, with dense MLPs or with experts.
 
-`model_type` qwen3_5 or qwen3_5_moe, whose fields are in `text_config`, or the text model's own,
-qwen3_5_text or qwen3_5_moe_text. Of a model with a vision tower the text model is read: its three
-axes of positions are one for text, so that its rotation is plain RoPE. Tensors are named
-`model.language_model.*`, or `model.*`; experts are one tensor each, or a layer's are fused in two.
+`model_type` is qwen3_5 or qwen3_5_moe, whose fields are in `text_config`, or the text model's,
+qwen3_5_text or qwen3_5_moe_text. From a model with a vision tower the text model is read. For text
+its three axes of positions coincide, so its rotation is plain RoPE. Tensors are named
+`model.language_model.*` or `model.*`; each expert has its own tensors, or a layer's experts are
+fused in two.
 
-The prediction layer (mtp.*) is read as a draft head where one is asked for. The vision tower is not
-read.
+The prediction layer (mtp.*) is read as a draft head on request. The vision tower is not read.
 
-Refused: biases in attention, ungated attention, other activations than SiLU, weights of chosen
-experts that are not normalised.
+Not supported: biases in attention, ungated attention, activations other than SiLU, unnormalized
+weights of chosen experts.
 """
 
 from collections.abc import Collection
@@ -25,10 +25,10 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text", *WITH_EXPERTS)
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     if fields.values["model_type"] in WITH_EXPERTS:
         return qwen_hybrid_base.read_model(fields, qwen_hybrid_base.read_experts(fields))
@@ -37,19 +37,19 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
-    """The model with its prediction layer."""
+    """Returns the model with its prediction layer."""
     fields.require("mtp_use_dedicated_embeddings", False)
     layers = fields.integer("mtp_num_hidden_layers", 1, least=0)
     return qwen_hybrid_base.with_draft_head(model, fields, layers)
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: vision tower and prediction layers."""
+    """Returns the prefixes of tensors that are not read: vision tower and prediction layers."""
     return (*qwen_hybrid_base.VISION, *qwen_hybrid_base.PREDICTION)
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     return qwen_hybrid_base.placed(model, names, _projections)
 
 

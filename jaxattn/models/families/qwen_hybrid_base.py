@@ -1,7 +1,8 @@
 """The common base of Qwen3-Next and Qwen3.5: gated delta nets with gated attention in between.
 
-The norms before the blocks, the last one and those of heads are published as w of 1 + w, which
-bfloat16 would round away: their weights are float32 here. The norm behind the delta rule is plain.
+The norms before the blocks, the last norm and the heads' norms are published as the w of 1 + w. In
+bfloat16 this sum would lose w's digits, so these weights are float32 here. The norm after the delta
+rule is plain.
 """
 
 import dataclasses
@@ -18,17 +19,17 @@ from jaxattn.models.weight_map.transforms import AddOne
 from jaxattn.ops.moe.routing import Router
 
 PREDICTION, VISION = ("mtp.",), ("model.visual.", "visual.")
-# Of the embedding's norm, the hidden state's, their projection, and the last norm.
+# Names of the embedding's norm, the hidden state's norm, their projection, and the last norm.
 DRAFT = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 _INTERVAL = "full_attention_interval"
 
 
 def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
-    """The decoder of a config.json, with the same feed-forward in every layer.
+    """Returns the decoder of a config.json, with the same feed-forward in every layer.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields.require("hidden_act", "silu")
     fields.require("attn_output_gate", True)
@@ -49,10 +50,10 @@ def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
 
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields, layers: int = 1) -> DecoderModel:
-    """The model with its prediction layer, which attends.
+    """Returns the model with its prediction layer, whose mixer is attention.
 
     Args:
-        layers: how many there are.
+        layers: Number of prediction layers.
     """
     attends = [block for block in model.spec.blocks if isinstance(block.mixer, GQA)]
     if not attends:
@@ -64,7 +65,7 @@ def with_draft_head(model: DecoderModel, fields: ConfigFields, layers: int = 1) 
 
 
 def _attends(fields: ConfigFields) -> list[bool]:
-    """Whether each layer is attention."""
+    """Returns whether each layer is attention."""
     count = fields.integer("num_hidden_layers")
     if fields.values.get("layer_types") is not None:
         words = fields.words("layer_types", count, "linear_attention", "full_attention")
@@ -78,7 +79,7 @@ def _attends(fields: ConfigFields) -> list[bool]:
 
 
 def read_experts(fields: ConfigFields) -> MoE:
-    """Experts in every layer, and a shared one behind a gate."""
+    """Reads the experts of every layer, and a shared expert with a gate."""
     fields.require("decoder_sparse_step", 1)
     fields.require("mlp_only_layers", [], None)
     fields.require("norm_topk_prob", True)
@@ -101,11 +102,11 @@ def placed(
     names: Collection[str],
     delta: Callable[[LayerMapping, GDN, int], list[WeightMapping]],
 ) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes.
+    """Returns the destination of every tensor.
 
     Args:
-        names: of a folder's tensors.
-        delta: the input projections of a gated delta net.
+        names: Names of a folder's tensors.
+        delta: Maps the input projections of a gated delta net.
     """
     spec = model.spec
     hidden, plus = spec.stream.hidden_size, AddOne()
@@ -133,7 +134,7 @@ def placed(
 
 
 def _behind(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:
-    """What follows the input projections of a gated delta net."""
+    """Maps the tensors after the input projections of a gated delta net."""
     name, heads = "linear_attn", mixer.num_v_heads
     values = heads * mixer.head_v_dim
     return [

@@ -1,6 +1,7 @@
 """Youtu-LLM (`model_type` youtu or youtu_llm): MLA with low-rank queries and dense MLPs, tied head.
 
-Refused: biases in attention or MLP, other activations than SiLU, other scalings of RoPE than YaRN.
+Not supported: biases in attention or MLP, activations other than SiLU, scalings of RoPE other than
+YaRN.
 """
 
 from collections.abc import Collection
@@ -16,10 +17,10 @@ MODEL_TYPES = ("youtu", "youtu_llm")
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(tie_word_embeddings=True)
     fields.require("hidden_act", "silu")
@@ -33,12 +34,12 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read."""
+    """Returns the prefixes of tensors that are not read."""
     return ()
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    """Returns the destination of every tensor, for any names in the folder."""
     spec = model.spec
     found = ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

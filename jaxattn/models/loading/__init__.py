@@ -1,1 +1,1 @@
-"""Weights from disk or a hub to the devices."""
+"""Loading of weights from a disk or the Hub to the devices."""

@@ -1,7 +1,7 @@
-"""A published model's settings for embeddings: modules.json and its pooling's configuration.
+"""A published model's settings for embeddings, from modules.json and the pooling's configuration.
 
-Sentence Transformers writes both beside the weights. Of its modules, the transformer itself, two
-kinds of pooling and the normalization are implemented.
+Sentence Transformers writes both files next to the weights. Of its modules, this package supports
+the transformer itself, two kinds of pooling and the normalization.
 """
 
 import dataclasses
@@ -11,22 +11,21 @@ from jaxattn.core.validation.config_fields import ListOf, json_object
 from jaxattn.text.json_files import read_list, read_object
 from jaxattn.text.tokenizer_config import FileFields
 
-MODULES, POOLING = "modules.json", "1_Pooling"  # the folder of a pooling that is not listed
+MODULES, POOLING = "modules.json", "1_Pooling"  # default folder if no pooling is listed
 MOST_MODULES = 32
-# Names of the files -> poolings of a request. The second name of each is that of a flag.
+# Names in the files -> `Request.pooling`. The second name of each pooling is that of a flag.
 POOLINGS = {"mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
 FLAG = "pooling_mode_"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingDefaults:
-    """What an embedding is where a request does not say it.
+    """The embedding settings for requests that do not specify them.
 
     Attributes:
         pooling: "mean" or "last"; see `Request.pooling`.
-        normalize: whether its length is 1.
-        missing: what the model's own embeddings need and the engine does not have; empty where
-            there is nothing.
+        normalize: Whether embeddings are scaled to length 1.
+        missing: Description of a module that the model needs and the engine lacks; "" if none.
     """
 
     pooling: str = "last"
@@ -35,10 +34,10 @@ class EmbeddingDefaults:
 
 
 def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
-    """What the files of a folder say; each may be missing.
+    """Reads the settings from the files of a folder, each of which may be missing.
 
     Raises:
-        TextError: one is damaged, or a field has another type than it should.
+        TextError: A file is damaged, or a field has a wrong type.
     """
     listed = read_list(folder / MODULES)
     modules = FileFields({"modules": listed}, str(folder / MODULES))
@@ -59,7 +58,7 @@ def read_embedding_defaults(folder: Path) -> EmbeddingDefaults:
 
 
 def _pooling(fields: FileFields, path: str) -> tuple[str, str]:
-    """(the pooling, what is missing of it): older files have a flag for each, newer ones a name."""
+    """Returns (pooling, what is unsupported), from older files' flags or newer files' name."""
     flags = [name for name in fields.values if name.startswith(FLAG)]
     named = [name.removeprefix(FLAG) for name in flags if fields.flag(name)]
     if (mode := fields.text("pooling_mode")) is not None:

@@ -1,15 +1,15 @@
-"""Fetches a model of the Hugging Face hub: the files that are needed, and no others.
+"""Download of a model from the Hugging Face Hub: only the files that are needed.
 
     folder = fetch_config("org/name", revision="main")
     fetch_text("org/name", folder)
     fetch_weights("org/name", folder, on_progress=print)
 
-The order is the caller's chance to refuse a model by its config.json, before gigabytes are asked
-for. All three work on one commit: the folder that `fetch_config` returns is named for it.
+This order lets the caller reject a model by its config.json before it downloads gigabytes. All
+three functions use one commit, which names the folder that `fetch_config` returns.
 
-`huggingface_hub` does the transfer, with its own conventions: HF_HOME is the cache, HF_TOKEN the
-token, HF_ENDPOINT another hub, and HF_HUB_OFFLINE keeps to what is cached. Code, pickles and
-weights in other formats are never asked for.
+`huggingface_hub` does the transfer and follows its own conventions: HF_HOME is the cache, HF_TOKEN
+the token, HF_ENDPOINT another Hub, and HF_HUB_OFFLINE restricts it to the cache. Code, pickles and
+weights in other formats are never downloaded.
 """
 
 import concurrent.futures
@@ -54,46 +54,46 @@ AT_A_TIME = 4
 
 
 class HubError(CheckpointError):
-    """A model cannot be fetched; the message is one line."""
+    """A model cannot be downloaded; the message is one line."""
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> Path:
-    """The folder with the model's config.json; no other file is fetched.
+    """Downloads the model's config.json only, and returns its folder.
 
     Args:
-        revision: a branch, a tag or a commit; None is the main branch.
+        revision: A branch, a tag or a commit. None means the main branch.
 
     Raises:
-        HubError: there is no such model or revision, it may not be read, or the hub is not reached.
+        HubError: There is no such model or revision, access is denied, or the Hub is unreachable.
     """
     with _plainly(name, revision):
         return Path(hf_hub_download(name, CONFIG, revision=revision)).parent
 
 
 def fetch_text(name: str, folder: Path) -> None:
-    """Fetches what the tokenizer is made of, and what embeddings are, as far as the model has it.
+    """Downloads the files of tokenizer and embedding settings, as far as the model has them.
 
     Args:
-        folder: that `fetch_config` returned.
+        folder: The result of `fetch_config`.
 
     Raises:
-        HubError: see `fetch_config`.
+        HubError: See `fetch_config`.
     """
     with _plainly(name):
         _fetch(name, folder, _sizes(name, folder, TEXT, needed=False))
 
 
 def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = None) -> None:
-    """Fetches model.safetensors, or the shards that the model's index names.
+    """Downloads model.safetensors, or the shards that the model's index names.
 
     Args:
-        folder: that `fetch_config` returned.
-        on_progress: called with the bytes that are there and the bytes in all, from any thread.
-            What it raises ends the transfer.
+        folder: The result of `fetch_config`.
+        on_progress: Callback with the bytes done and the total bytes, called from any thread. An
+            exception from it ends the transfer.
 
     Raises:
-        HubError: see `fetch_config`; or the model has no safetensors, or the disk no room.
-        CheckpointError: the index is damaged.
+        HubError: See `fetch_config`; also if the model has no safetensors, or the disk no space.
+        CheckpointError: The index is damaged.
     """
     with _plainly(name):
         _fetch(name, folder, _sizes(name, folder, [INDEX], needed=False))
@@ -106,10 +106,10 @@ def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = N
 
 
 def _sizes(name: str, folder: Path, files: Sequence[str], *, needed: bool) -> dict[str, int]:
-    """Bytes of those files that the commit has.
+    """Returns the sizes in bytes of those files that the commit contains.
 
     Args:
-        needed: where the hub cannot be reached, what is cached does not do.
+        needed: If True, cached files do not suffice when the Hub is unreachable.
     """
     cached = {file: (folder / file).stat().st_size for file in files if (folder / file).is_file()}
     if len(cached) == len(files):
@@ -136,7 +136,7 @@ def _check_room(name: str, folder: Path, sizes: dict[str, int]) -> None:
 def _fetch(
     name: str, folder: Path, sizes: dict[str, int], on_progress: OnProgress | None = None
 ) -> None:
-    """Fetches files of the folder's commit, a few at a time; those that are there are kept."""
+    """Downloads files of the folder's commit, several at a time; keeps existing files."""
     total, done = sum(sizes.values()), 0
     lock = threading.Lock()
 
@@ -165,7 +165,7 @@ def _fetch(
 
 
 def _counting(count: Callable[[int], None]) -> type[tqdm]:
-    """A progress bar that draws nothing and counts bytes."""
+    """Returns a progress bar class that draws nothing and counts bytes."""
 
     class Counting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -175,17 +175,17 @@ def _counting(count: Callable[[int], None]) -> type[tqdm]:
             count(int(n or 0))  # bytes on the disk
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Bytes of the network, which arrive before they are on the disk."""
+            """Ignores bytes from the network, which arrive before they are on the disk."""
 
         def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
-            """Their rate."""
+            """Ignores the transfer rate."""
 
     return Counting
 
 
 @contextlib.contextmanager
 def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
-    """Raises HubError, in one line, for all that the hub or the way to it can say."""
+    """Converts every error of the Hub or the network to a HubError with a message of one line."""
     try:
         yield
     except GatedRepoError as error:

@@ -1,17 +1,17 @@
-"""Reads a folder in the layout of the Hugging Face hub: config.json and safetensors, one or many.
+"""Loader for folders in the Hugging Face layout: config.json and one or more safetensors files.
 
     model, params = load("Youtu-LLM-2B")
 
-The headers of all files are checked against the family's table before one byte of a tensor is read.
-What is missing, unknown or of another shape or dtype is named, all of it at once. Then the
-parameters are allocated and filled (`weight_loader.py`).
+The loader checks the headers of all files against the family's table before it reads any tensor.
+One error names all tensors that are missing, unknown, or of another shape or dtype. The loader then
+allocates the parameters and fills them (`weight_loader.py`).
 
 Weights may be bfloat16, float16 or float32, FP8 in blocks, or INT4 in groups
-(`families/components/quantization.py`). Routed experts and other matrices in FP8 or 4 bits stay so,
-where a kernel reads their shapes (`weight_map/quantized_linears.py`). Every other quantized weight
+(`families/components/quantization.py`). Routed experts and other matrices in FP8 or 4 bits stay so
+if a kernel supports their shapes (`weight_map/quantized_linears.py`). Every other quantized weight
 becomes a float: its product with its scale in float32, rounded once.
 
-No code of a repository is run, and no pickle is read.
+The loader runs no code of a repository, and reads no pickle.
 """
 
 import math
@@ -63,25 +63,25 @@ def load(
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> tuple[DecoderModel, nnx.State]:
-    """The model of a folder and its parameters, on JAX's default device.
+    """Loads the model of a folder and its parameters, on JAX's default device.
 
     Args:
-        folder: config.json, and model.safetensors or the shards that its index names.
-        dtype: "bfloat16" or "float32", of the products and the weights; None is bfloat16.
-        experts: of the routed experts' weights. None is FP8 or 4 bits where they are stored so, and
-            `dtype` otherwise. "fp8" and "4bit" refuse a folder that stores them in another format.
-            "bfloat16" makes `dtype` of quantized ones, also where that is float32.
-        dense: the same of the matrices beside the routed experts. Those with a shape that no kernel
-            reads become `dtype`.
-        draft_head: also read the head that guesses tokens (MTP), for `Limits(speculate_by="mtp")`.
-        readers: threads that read ahead. Loading takes at most `weight_loader.PART_BYTES` of host
-            memory for each, whatever the model's size.
-        on_progress: called with the bytes that are placed and the bytes in all.
+        folder: Folder with config.json, and model.safetensors or the shards that its index names.
+        dtype: Dtype of products and weights, "bfloat16" or "float32". None means bfloat16.
+        experts: Format of the routed experts' weights. None keeps FP8 or 4 bits if they are stored
+            so, and uses `dtype` otherwise. "fp8" and "4bit" reject a folder that stores another
+            format. "bfloat16" converts quantized weights to `dtype`, also if that is float32.
+        dense: The same for the other matrices. Those with a shape that no kernel supports become
+            `dtype`.
+        draft_head: Whether to load the draft head (MTP) too, for `Limits(speculate_by="mtp")`.
+        readers: Number of threads that read ahead. For each, loading uses at most
+            `weight_loader.PART_BYTES` of host memory, whatever the model's size.
+        on_progress: Callback with the bytes loaded and the total bytes.
 
     Raises:
-        CheckpointError: a file is missing or damaged, config.json says what is not supported, or
-            the tensors are not those of the model. Nothing was allocated then.
-        ValueError: `readers` is no positive integer.
+        CheckpointError: A file is missing or damaged, config.json contains something unsupported,
+            or the tensors are not those of the model. In this case nothing was allocated.
+        ValueError: `readers` is not a positive integer.
     """
     path = Path(folder)
     check_sizes("load", readers=readers)
@@ -99,10 +99,10 @@ def read_config(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> PublishedModel:
-    """What config.json says, of that file alone; arguments are those of `load`.
+    """Reads config.json only; arguments are those of `load`.
 
     Raises:
-        CheckpointError: it is missing or damaged, or says what is not supported.
+        CheckpointError: The file is missing or damaged, or contains something unsupported.
     """
     fields = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
     published = published_model(fields, dtype, experts, dense, draft_head)
@@ -116,10 +116,10 @@ def published_model(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> PublishedModel:
-    """The model of these fields; other arguments are those of `load`.
+    """Returns the model of these fields; other arguments are those of `load`.
 
     Raises:
-        CheckpointError: they say what is not supported.
+        CheckpointError: The fields contain something unsupported.
     """
     if dtype not in (None, *DTYPES):
         raise CheckpointError(
@@ -134,11 +134,12 @@ def published_model(
 
 
 def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> PublishedModel:
-    """What config.json says, but for a tied head that the folder has another one of, for 4-bit
-    weights whose scales it has in another dtype, or that it has in floats, and with `mixed` for FP8
-    matrices beside the experts that it has in floats.
+    """Adjusts config.json's model to the folder's tensors.
 
-    It is unchanged where the weights are not there yet, or damaged: loading will say so.
+    The model gets a separate head if the folder's head differs from the embedding. 4-bit weights
+    get the dtype of the folder's scales, or become floats if they are stored so. With `mixed`, FP8
+    matrices other than experts also become floats if they are stored so. If the weights do not
+    exist yet or are damaged, the model stays unchanged: loading will raise the error.
     """
     spec = published.model.spec
     kept = [each.fp8 for b in spec.blocks for each in (b.mixer, b.feed_forward)]
@@ -159,11 +160,10 @@ def _as_stored(folder: Path, published: PublishedModel, *, mixed: bool) -> Publi
 def open_weights(
     folder: Path, published: PublishedModel
 ) -> tuple[list[PublishedWeight], dict[Key, np.ndarray]]:
-    """The tensors of each weight, of which only the headers are read, and the scales of an FP8
-    cache.
+    """Returns the tensors of each weight, and the scales of an FP8 cache; reads only headers.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the tensors are not those of the model.
+        CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
     """
     tensors = open_tensors(folder)
     check_tied(folder, published, tensors)
@@ -175,10 +175,10 @@ def open_weights(
 def open_gguf(
     header: GgufHeader, published: PublishedModel
 ) -> tuple[list[PublishedWeight], dict[Key, np.ndarray]]:
-    """As `open_weights`, of a GGUF file, which has no scales of a cache.
+    """Does the same as `open_weights` for a GGUF file, which has no scales of a cache.
 
     Raises:
-        CheckpointError: the tensors are not those of the model.
+        CheckpointError: The tensors are not those of the model.
     """
     tensors, placed = gguf_checkpoint.open_tensors(header, published)
     weights = find(header.path, tensors, placed)
@@ -193,7 +193,7 @@ def place(
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> nnx.State:
-    """The parameters, on JAX's default device; `scales` are some of them."""
+    """Returns the parameters, on JAX's default device; `scales` are some of them."""
     flat: dict[Any, Any] = dict(nnx.to_flat_state(model.param_shapes()))
     shapes = {
         key: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -212,14 +212,14 @@ def find(
     skipped: tuple[str, ...] = (),
     quantization: Quantization | None = None,
 ) -> list[PublishedWeight]:
-    """The tensors of each weight.
+    """Returns the tensors of each weight.
 
     Args:
-        found: all tensors of the folder.
-        skipped: beginnings of names that may be there and are not read.
+        found: All tensors of the folder.
+        skipped: Prefixes of names that may exist and are not read.
 
     Raises:
-        CheckpointError: the tensors are not those of the model; every difference is named.
+        CheckpointError: The tensors are not those of the model; the message names every difference.
     """
     dtypes = {name: tensor.dtype for name, tensor in found.items()}
     entries = dict(found)
@@ -264,13 +264,13 @@ def find(
 def _scalars(
     found: Mapping[str, TensorEntry], parts: Sequence[EncodedTensor]
 ) -> dict[str, TensorEntry]:
-    """Those of the parts with one number that have no axis, as if they had one."""
+    """Gives one-element parts without an axis the shape (1,)."""
     ones = [part.name for part in parts if part.shape == (1,) and part.name in found]
     return {n: found[n]._replace(shape=(1,)) for n in ones if found[n].shape == ()}
 
 
 def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
-    """In words, how a tensor differs from the part that it should be."""
+    """Describes how a tensor differs from the expected part."""
     if tensor.shape != part.shape or tensor.dtype not in part.dtypes:
         dtypes = "a float" if part.dtypes == FLOATS else " or ".join(part.dtypes)
         found = f"{part.name!r} {tensor.dtype}{short_repr(list(tensor.shape))}"
@@ -280,7 +280,7 @@ def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
 
 
 def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
-    """In words, how the numbers of a tensor that is not placed differ from what they should be."""
+    """Describes how the numbers of a checked tensor differ from the expected ones."""
     stated = np.fromfile(tensor.file, tensor.dtype, math.prod(part.shape), offset=tensor.begin)
     if part.each_of:
         others = stated[~np.isin(stated, part.each_of)]
@@ -294,7 +294,7 @@ def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
 
 
 def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
-    """Whether it is the bias that AutoGPTQ writes for linears without one: zeros."""
+    """Returns whether the tensor is the zero bias that AutoGPTQ writes for linears without one."""
     if not name.endswith(".bias") or f"{name.removesuffix('bias')}qweight" not in found:
         return False
     tensor = found[name]
@@ -302,7 +302,7 @@ def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
 
 
 def _is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
-    # Old files hold the frequencies of RoPE, which the configuration says too. Activations are not
-    # quantized.
+    # Old files contain the frequencies of RoPE, which config.json determines too. Activations are
+    # not quantized, so input scales are unused.
     unused = name.endswith(("rotary_emb.inv_freq", *INPUT_SCALES))
     return name.startswith(skipped) or unused or is_scale(name)

@@ -1,7 +1,7 @@
 """The scales of an FP8 cache of keys and values: those of a published checkpoint, or 1.
 
-A checkpoint may say per layer by what stored keys and values are multiplied, as `k_scale` and
-`v_scale` beside the attention's weights: one number each, or one per key-value head.
+A checkpoint may store, per layer, the factors of cached keys and values as `k_scale` and `v_scale`
+next to the attention's weights: one number each, or one per key-value head.
 """
 
 import math
@@ -20,18 +20,18 @@ _SCALE = re.compile(r"\.layers\.(\d+)\.self_attn\.(?:[kv]_proj\.|attn\.)?([kv])_
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor is a scale of the cache, which only an FP8 one reads."""
+    """Returns whether a tensor is a scale of the cache, which only an FP8 cache uses."""
     return _SCALE.search(name) is not None
 
 
 def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key, np.ndarray]:
-    """The parameters `kv_scale` of a decoder, float32 [repeats, 2, Hk] each.
+    """Returns the parameters `kv_scale` of a decoder, float32 [repeats, 2, Hk] each.
 
     Args:
-        found: all tensors of the folder.
+        found: All tensors of the folder.
 
     Raises:
-        CheckpointError: a scale is no positive number, or has another size than 1 or Hk.
+        CheckpointError: A scale is not a positive number, or its size is neither 1 nor Hk.
     """
     scales: dict[Key, np.ndarray] = {}
     rows: dict[int, np.ndarray] = {}
@@ -45,7 +45,7 @@ def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key
             shape = (repeats[layer], 2, mixer.num_kv_heads)
             rows[layer] = scales.setdefault(key, np.ones(shape, np.float32))[place.repeat]
     for name, tensor in found.items():
-        # Qwen's prediction layer counts its layers from 0 again; its scales stay 1.
+        # Qwen's prediction layer numbers its layers from 0 again; its scales stay 1.
         match = None if name.startswith("mtp.") else _SCALE.search(name)
         if match is None or (layer := int(match[1])) not in rows:
             continue

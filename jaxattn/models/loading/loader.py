@@ -1,12 +1,12 @@
-"""A model from a folder, whichever format the folder has.
+"""Loading of a model from a folder in any supported format.
 
     model, params = load("models/Youtu-LLM-2B")
 
-or in three steps, of which each can refuse the folder before the next costs anything:
+or in three steps, each of which can reject the folder before the next one costs anything:
 
-    folder = read_folder("models/Youtu-LLM-2B") config.json alone
+    folder = read_folder("models/Youtu-LLM-2B") only config.json
     weights = folder.open()                     the headers of the weights
-    params = weights.place()                    reads the weights and puts them on the device
+    params = weights.place()                    reads the weights to the device
 """
 
 import abc
@@ -40,12 +40,12 @@ from jaxattn.parallel import ALONE, DeviceGroup, Parallel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointWeights:
-    """The weights of a folder: checked, and not on the device.
+    """The weights of a folder, checked but not yet on a device.
 
     Attributes:
-        nbytes: of all tensors that are placed, as they are stored.
-        put: what `place` does on one device.
-        put_over: what it does on several; without it the whole is put on one first.
+        nbytes: Bytes of all tensors to load, in their stored form.
+        put: Implementation of `place` on one device.
+        put_over: Implementation on several devices. None puts everything on one device first.
     """
 
     nbytes: int
@@ -59,12 +59,13 @@ class CheckpointWeights:
         model: Model | None = None,
         group: DeviceGroup | None = None,
     ) -> Any:
-        """The parameters, on JAX's default device, or each GPU's share on its device.
+        """Loads the parameters to JAX's default device, or each GPU's share to its device.
 
         Args:
-            on_progress: called with the bytes that are placed and the bytes in all. What it raises
+            on_progress: Callback with the bytes loaded and the total bytes. An exception from it
                 ends the loading.
-            model, group: what `divided` made of the folder's model, and the devices of its GPUs.
+            model, group: The result of `divided` for the folder's model, and the devices of its
+                GPUs.
         """
         if group is None or not isinstance(model, ShardedDecoder):
             return self.put(on_progress)
@@ -75,32 +76,32 @@ class CheckpointWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFolder(abc.ABC):
-    """A folder of which config.json was read, and no more."""
+    """A folder of which only config.json was read."""
 
     path: Path
     model: DecoderModel
 
     def in_cache_format(self, name: str, native_layers: int = 0) -> Self:
-        """The folder of the model with such a cache, see `Model.with_cache_format`.
+        """Returns the folder with another cache format; see `Model.with_cache_format`.
 
         Raises:
-            ValueError: the model has no such format.
+            ValueError: The model does not support the format.
         """
         model = self.model.with_cache_format(name, native_layers)
         return dataclasses.replace(self, model=model)
 
     @abc.abstractmethod
     def open(self) -> CheckpointWeights:
-        """The folder's weights; nothing is allocated.
+        """Opens the folder's weights without allocating anything.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or the tensors are not the model's.
+            CheckpointError: A file is missing or damaged, or the tensors are not the model's.
         """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFaceFolder(ModelFolder):
-    """In the layout of the Hugging Face hub."""
+    """A folder in the layout of the Hugging Face Hub."""
 
     published: PublishedModel
 
@@ -128,7 +129,7 @@ class HuggingFaceFolder(ModelFolder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeFolder(ModelFolder):
-    """In the package's own format, whose checksums `open` compares."""
+    """A folder in the package's own format; `open` verifies its checksums."""
 
     config: HybridConfig
 
@@ -147,7 +148,7 @@ class NativeFolder(ModelFolder):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufFile(HuggingFaceFolder):
-    """A GGUF file, which has configuration, weights and tokenizer in one."""
+    """A GGUF file, which contains configuration, weights and tokenizer."""
 
     header: GgufHeader
 
@@ -163,20 +164,21 @@ def read_folder(
     dense: WeightsFormat | None = None,
     draft_head: bool = False,
 ) -> ModelFolder:
-    """The model that a folder's config.json says, or the metadata of a GGUF file; the format of a
-    folder is recognised by `model_type`.
+    """Reads the model from a folder's config.json, or from the metadata of a GGUF file.
+
+    The presence of `model_type` distinguishes the two formats of folders.
 
     Args:
-        dtype: of a folder from the hub or a GGUF file: "bfloat16" or "float32"; None is bfloat16.
-            The package's own format says its dtype itself.
-        experts: of a folder from the hub: "fp8", "4bit" or "bfloat16", what routed experts are kept
-            in; None: as they are stored, where a kernel reads that.
-        dense: likewise, of the matrices beside them.
-        draft_head: also read the head that guesses tokens (MTP), for `Limits(speculate_by="mtp")`.
+        dtype: "bfloat16" or "float32", for a folder from the Hub or a GGUF file. None means
+            bfloat16. The package's own format stores its dtype.
+        experts: Format of routed experts in memory, for a folder from the Hub: "fp8", "4bit" or
+            "bfloat16". None keeps the stored format if a kernel supports it.
+        dense: The same for the other matrices.
+        draft_head: Whether to read the draft head (MTP) too, for `Limits(speculate_by="mtp")`.
 
     Raises:
         CheckpointError: config.json is missing or damaged, or the model is not supported.
-        ValueError: a dtype, format of weights or draft head for the package's own format.
+        ValueError: A dtype, weight format or draft head was given for the package's own format.
     """
     folder = Path(path)
     given: dict[str, Any] = {
@@ -198,7 +200,7 @@ def read_folder(
 
 
 def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, Any]) -> GgufFile:
-    """The model of a GGUF file."""
+    """Returns the model of a GGUF file."""
     for name, value in formats.items():
         if value is not None:
             raise ValueError(
@@ -221,24 +223,24 @@ def load(
     native_layers: int = 0,
     parallel: Parallel = ALONE,
 ) -> tuple[DecoderModel, Any]:
-    """The model of a folder and its parameters, on JAX's default device.
+    """Loads the model of a folder and its parameters, on JAX's default device.
 
     Args:
-        folder: in the layout of the Hugging Face hub
-            (`jaxattn.models.loading.huggingface_checkpoint`), or in the package's own format
-            (`jaxattn.models.checkpoint`); or a GGUF file (`jaxattn.models.loading.gguf`).
-        dtype, experts, dense, draft_head: see `read_folder`.
-        cache_format, native_layers: those of the `Limits` that the model will be served with; an
-            FP8 cache reads its scales from the folder, or takes 1.
-        parallel: of several GPUs, the first of JAX's devices, which get a share each, for an
-            `Engine` of the same layout.
+        folder: Folder in the layout of the Hugging Face Hub
+            (`jaxattn.models.loading.huggingface_checkpoint`) or in the package's own format
+            (`jaxattn.models.checkpoint`), or a GGUF file (`jaxattn.models.loading.gguf`).
+        dtype, experts, dense, draft_head: See `read_folder`.
+        cache_format, native_layers: Those of the `Limits` with which the model will be served. For
+            an FP8 cache, scales come from the folder, or are 1.
+        parallel: Layout of several GPUs, for an `Engine` of the same layout. The first of JAX's
+            devices receive one share each.
 
     Raises:
-        TypeError: the folder is no path.
-        CheckpointError: the folder or a file is missing, a file is damaged, or the model is not
+        TypeError: The folder is not a path.
+        CheckpointError: The folder or a file is missing, a file is damaged, or the model is not
             supported.
-        ValueError: a dtype or format of weights for the package's own format, or the model has no
-            such cache or layout.
+        ValueError: A dtype or weight format was given for the package's own format, or the model
+            does not support the cache format or layout.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")

@@ -1,8 +1,8 @@
-"""Cuts the tensors of a folder into blocks: what is read, sent and placed at once.
+"""The plan of reads: divides a folder's tensors into blocks, which are read and placed at once.
 
-A block holds whole weights that follow each other in a stack, as the experts of a layer do, or
-consecutive rows of one large weight, or its columns where these lead in the tensors. Blocks are in
-the order of the files, and no byte is in two.
+A block holds whole weights that follow one another in a stack, as a layer's experts do. Otherwise
+it holds consecutive rows of one large weight, or its columns if these come first in the tensors.
+Blocks are in the order of the files, and no byte is in two blocks.
 """
 
 import math
@@ -24,14 +24,14 @@ type Shapes = Mapping[Key, jax.ShapeDtypeStruct]
 
 
 class SourceTensor(NamedTuple):
-    """A tensor of a weight; so many of the weight's rows, or columns, lie in one of its rows."""
+    """A tensor of a weight; each of its rows holds `rows` of the weight's rows, or columns."""
 
     tensor: TensorEntry
     rows: int
 
 
 class PublishedWeight(NamedTuple):
-    """A published weight: where it goes, and the tensors that hold its numbers."""
+    """A published weight: its destination, and the tensors that hold its numbers."""
 
     placed: WeightMapping
     stored: WeightEncoding
@@ -54,9 +54,9 @@ class TensorSlice(NamedTuple):
     """An array of a block: the same source of each weight, one after another.
 
     Attributes:
-        dtype, shape: [weights, rows, ...].
-        spans: its bytes, in order.
-        offset: of the array in a buffer of the block.
+        dtype, shape: Dtype and shape, [weights, rows, ...].
+        spans: Its bytes, in order.
+        offset: Offset of the array in a buffer of the block.
     """
 
     dtype: str
@@ -70,12 +70,13 @@ class TensorSlice(NamedTuple):
 
 
 class ReadBlock(NamedTuple):
-    """What is read, sent and placed at once.
+    """A block of bytes that are read, sent and placed at once.
 
     Attributes:
-        key: of the parameter.
-        start: where the block begins in it.
-        stacked: the parameter is a stack, and the block's weights are consecutive rows of it.
+        key: Key of the parameter.
+        start: Where the block begins in the parameter.
+        stacked: Whether the parameter is a stack, of which the block's weights are consecutive
+            rows.
     """
 
     key: Key
@@ -87,12 +88,12 @@ class ReadBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of a buffer that holds the pieces."""
+        """The bytes of a buffer that holds the pieces."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Blocks with equal ones are placed alike in parameters of one shape."""
+        """A key; blocks with equal keys use the same program for parameters of one shape."""
         sizes = tuple((piece.dtype, piece.shape) for piece in self.pieces)
         return self.stacked, self.stored, self.change, sizes
 
@@ -100,11 +101,11 @@ class ReadBlock(NamedTuple):
 def plan_reads(
     weights: Sequence[PublishedWeight], shapes: Shapes, block_bytes: int = BLOCK_BYTES
 ) -> list[ReadBlock]:
-    """The blocks of all weights, in the order of the files.
+    """Returns the blocks of all weights, in the order of the files.
 
     Args:
-        shapes: of the parameters that the weights go to.
-        block_bytes: a block has at most so many, but at least the rows that belong together.
+        shapes: Shapes of the weights' parameters.
+        block_bytes: Maximum bytes of a block, which still holds all rows that belong together.
     """
     alike: dict[object, list[PublishedWeight]] = {}
     for weight in weights:
@@ -120,9 +121,9 @@ def plan_reads(
 
 
 def _runs(group: list[PublishedWeight], block_bytes: int) -> Iterator[list[PublishedWeight]]:
-    """Weights that follow each other in their stack: a power of two of them, a block's at most.
+    """Yields runs of weights that follow one another in their stack, at most a block's worth.
 
-    Few lengths occur then, and each needs a program of its own.
+    Lengths are powers of two, because each length needs a compiled program of its own.
     """
     group = sorted(group, key=lambda weight: weight.placed.index)
     most = max(block_bytes // max(group[0].nbytes, 1), 1)
@@ -142,7 +143,7 @@ def _follows(before: PublishedWeight, after: PublishedWeight) -> bool:
 
 
 def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator[ReadBlock]:
-    """One block of several weights, or those of one: its rows may be too many for a block."""
+    """Yields one block of several weights, or the one or more blocks of a single weight."""
     place, stored = run[0].placed, run[0].stored
     if stored.by_columns:
         rows, axis = place.shape[1], place.change.columns_axis
@@ -165,7 +166,7 @@ def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator
 
 
 def _start(weight: PublishedWeight, begin: int, dims: int) -> tuple[int, ...]:
-    """Where the block goes that begins at this row, or column."""
+    """Returns the destination of the block that begins at this row or column."""
     change, stored = weight.placed.change, weight.stored
     if not stored.by_columns:
         return change.start(begin, dims)
@@ -177,8 +178,11 @@ def _start(weight: PublishedWeight, begin: int, dims: int) -> tuple[int, ...]:
 
 
 def _rows_of_block(rows: int, most: int, together: int) -> int:
-    """Rows of each block of a weight, at most `most` times `together`: equal blocks, if up to twice
-    as many do it. Each other length needs a program of its own."""
+    """Returns the rows per block of a weight, at most `most` times `together`.
+
+    Blocks are equal if at most twice as many blocks allow it, because each length needs a compiled
+    program of its own.
+    """
     least = -(-rows // (most * together))
     for blocks in range(least, 2 * least):
         if rows % (blocks * together) == 0:

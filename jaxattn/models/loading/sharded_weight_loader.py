@@ -1,8 +1,9 @@
-"""Fills a model's parameters on a group of GPUs: each is given its own share of what is read.
+"""Loading of parameters to a group of GPUs, each of which receives its own share.
 
-A block of a folder is read once, and goes to those GPUs that have a part of it: a GPU with other
-experts is not sent it at all. The change of a block runs on each GPU, which keeps its ranges. So
-a GPU holds its parameters and a few blocks, and the host a block for each reader.
+The loader reads each block of a folder once, and sends it only to those GPUs that have a part of
+it: a GPU with other experts does not receive it. The transformation of a block runs on each GPU,
+which keeps its ranges. A GPU thus holds its parameters and a few blocks, and the host holds one
+block per reader.
 """
 
 import functools
@@ -39,12 +40,12 @@ from jaxattn.parallel import DeviceGroup, Parallel
 
 
 class ShardSlice(NamedTuple):
-    """A part of a block that one GPU has.
+    """The part of a block that belongs to one GPU.
 
     Attributes:
-        begin: where it begins in what the block becomes.
-        size: of it.
-        start: where it goes in the GPU's parameter.
+        begin: Where the part begins in the transformed block.
+        size: Size of the part.
+        start: Where the part goes in the GPU's parameter.
     """
 
     begin: tuple[int, ...]
@@ -61,10 +62,10 @@ def load_sharded_weights(
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> nnx.State:
-    """The parameters over a group; `scales` are some of them.
+    """Returns the parameters over a group; `scales` are some of them.
 
     Raises:
-        CheckpointError: a file cannot be read, or ends before its header said.
+        CheckpointError: A file cannot be read, or is shorter than its header states.
     """
     whole = _shapes(model.whole)
     shapes = {key: shape for key, shape in _shapes(model).items() if key not in scales}
@@ -98,7 +99,7 @@ def load_sharded_weights(
                     change=block.change,
                     stacked=block.stacked,
                 )
-        # So that no more than the blocks that are read ahead wait on the host.
+        # Wait, so that only the blocks that are read ahead are pending on the host.
         jax.block_until_ready([targets[block.key] for targets in filled])
         done += _bytes(block)
         if on_progress:
@@ -114,7 +115,7 @@ def load_sharded_weights(
 def shard_slices(
     start: Sequence[int], shape: Sequence[int], cuts: Cuts, parallel: Parallel, gpu: int
 ) -> list[ShardSlice]:
-    """What GPU number `gpu` has of a block that fills `shape` of a parameter from `start` on."""
+    """Returns GPU `gpu`'s parts of a block that fills `shape` of a parameter from `start` on."""
     axes: list[list[tuple[int, int, int]]] = [
         [(0, size, first)] for first, size in zip(start, shape, strict=True)
     ]
@@ -145,12 +146,12 @@ def _place(
     change: WeightTransform,
     stacked: bool,
 ) -> Array:
-    """The GPU's parameter with a piece of a block in its place."""
+    """Returns the GPU's parameter with a piece of a block in its place."""
     part = _changed(parts, target.ndim, stored, change, stacked)
     piece = lax.dynamic_slice(part.astype(target.dtype), tuple(begin), size)
     if target.dtype.itemsize > 1:
         return lax.dynamic_update_slice(target, piece, tuple(start))
-    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    # XLA on the CPU updates FP8 by converting the whole parameter, but updates bytes in place.
     bits, piece = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, piece))
     updated = lax.dynamic_update_slice(bits, piece, tuple(start))
     return lax.bitcast_convert_type(updated, target.dtype)
@@ -163,7 +164,7 @@ def _changed(
     change: WeightTransform,
     stacked: bool,
 ) -> Array:
-    """What a block becomes: a part of a parameter of so many dimensions."""
+    """Returns the transformed block, a part of a parameter of `dims` dimensions."""
     part = jax.vmap(change.block)(stored.decode(parts))
     part = part if stacked else part[0]
     return part.reshape((1,) * (dims - part.ndim) + part.shape)
@@ -184,7 +185,7 @@ def _part_shape(block: ReadBlock, dims: int) -> tuple[int, ...]:
 def _read_ahead(
     blocks: Sequence[ReadBlock], readers: int
 ) -> Iterator[tuple[ReadBlock, tuple[np.ndarray, ...]]]:
-    """The blocks in order, on the host; `readers` of them are read ahead."""
+    """Yields the blocks in order, on the host, and reads `readers` of them ahead."""
     with ExitStack() as stack:
         files, buffers = (
             open_files(blocks, stack),
@@ -214,5 +215,5 @@ def _shapes(model: Any) -> dict[Any, jax.ShapeDtypeStruct]:
 
 
 def _like(model: ShardedDecoder, state: Any) -> Any:
-    """The state in the structure of the model's parameters."""
+    """Returns the state in the structure of the model's parameters."""
     return jax.tree.unflatten(jax.tree.structure(model.param_shapes()), jax.tree.leaves(state))

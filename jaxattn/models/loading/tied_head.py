@@ -1,7 +1,7 @@
-"""The output head of a model with tied embeddings, where its folder stores one too.
+"""The output head of a model with tied embeddings whose folder also stores a head.
 
-A folder may hold the matrix twice, or under the name of the head alone. Where the two differ, the
-head is the one that is stored, as transformers takes it.
+A folder may contain the matrix twice, or only under the head's name. If the two differ, the stored
+head is used, as in transformers.
 """
 
 import warnings
@@ -12,16 +12,16 @@ from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.registry import PublishedModel
 
-COMPARED_BYTES = 2**22  # at a time
+COMPARED_BYTES = 2**22  # per step
 
 
 def with_stored_head(
     folder: Path, published: PublishedModel, tensors: Mapping[str, TensorEntry]
 ) -> PublishedModel:
-    """The model with a head of its own, if the folder's differs from the embedding; with a warning.
+    """Returns the model with a separate head, and warns, if the folder's is not the embedding.
 
     Raises:
-        CheckpointError: one of the two cannot be read.
+        CheckpointError: One of the two cannot be read.
     """
     if not published.model.spec.tie_embeddings or published.compared:
         return published
@@ -40,10 +40,10 @@ def with_stored_head(
 
 
 def check_tied(folder: Path, published: PublishedModel, tensors: Mapping[str, TensorEntry]) -> None:
-    """Refuses a head of its own of a model that was read as tied, before its weights were there.
+    """Rejects a separate head if the model was read as tied before its weights existed.
 
     Raises:
-        CheckpointError: the folder's head differs from the embedding.
+        CheckpointError: The folder's head differs from the embedding.
     """
     if with_stored_head(folder, published, tensors).model != published.model:
         raise CheckpointError(

@@ -1,13 +1,13 @@
-"""Fills a model's parameters from the blocks of a folder.
+"""Loading of a model's parameters from the blocks of a folder.
 
 Each parameter is allocated once on the device and updated in place. A reader thread reads a block,
-sends it to the device and waits until it is there. So the device holds the parameters and about a
-block for each reader. Decoding, transposes and splits run on the device, in programs that are
+sends it to the device and waits for the transfer. The device thus holds the parameters and about
+one block per reader. Decoding, transposes and splits run on the device, in programs that are
 compiled while blocks are read.
 
-The host holds `PART_BYTES` for each reader at most, above what it held before: the reader's block,
-XLA's pinned copy of the block with what XLA's pool is rounded up to, and compiling. It does not
-depend on the model (tests/models/test_loading_memory.py).
+The host's additional memory is at most `PART_BYTES` per reader: the reader's block, XLA's pinned
+copy of it (rounded up by XLA's pool), and compilation. This limit does not depend on the model
+(tests/models/test_loading_memory.py).
 """
 
 import functools
@@ -42,12 +42,11 @@ from jaxattn.models.weight_map.tensor_mapping import Key
 from jaxattn.models.weight_map.transforms import WeightTransform
 
 READERS = 8
-PART_BYTES = 24 * 2**20  # of host memory, for each reader
+PART_BYTES = 24 * 2**20  # of host memory per reader
 MOST_COMPILERS = 4
-# XLA tries out other forms of a program on the device, and compiles each. These programs only copy.
+# Autotuning would compile and run variants of each program, but these programs only copy.
 UNTUNED = {"xla_gpu_autotune_level": 0}
-# Bytes for which JAX has no dtype on every device travel as integers, which
-# `WeightEncoding.decode` takes.
+# Dtypes that JAX lacks on some devices are sent as integers, which `WeightEncoding.decode` accepts.
 SENT_AS = {"float8_e8m0fnu": "uint8"}
 
 OnProgress = Callable[[int, int], None]
@@ -60,21 +59,21 @@ def load_weights(
     readers: int = READERS,
     on_progress: OnProgress | None = None,
 ) -> dict[Key, Array]:
-    """The parameters, on JAX's default device.
+    """Loads the parameters to JAX's default device.
 
     Args:
-        shapes: of the parameters, of which there is one at least.
-        weights: all that they are made of.
-        readers: threads that read, a block of `read_plan.BLOCK_BYTES` each. The host holds at most
-            `PART_BYTES` for each of them, all in all.
-        on_progress: called with the bytes that are placed and the bytes in all.
+        shapes: Shapes of the parameters, of which there is at least one.
+        weights: All weights of these parameters.
+        readers: Number of threads, each of which reads a block of `read_plan.BLOCK_BYTES`. For each
+            thread the host holds at most `PART_BYTES` in total.
+        on_progress: Callback with the bytes loaded and the total bytes.
 
     Raises:
-        CheckpointError: a file cannot be read, or ends before its header said.
+        CheckpointError: A file cannot be read, or is shorter than its header states.
     """
     blocks = plan_reads(weights, shapes, read_plan.BLOCK_BYTES)
     arrays = jax.jit(lambda: {key: jnp.zeros(s.shape, s.dtype) for key, s in shapes.items()})()
-    # Threads are told the device: `jax.default_device` holds for the thread that sets it.
+    # Pass the device to the threads: `jax.default_device` applies only to the thread that sets it.
     where = next(iter(arrays.values())).sharding
     total, done = sum(map(_data_bytes, blocks)), 0
     with (
@@ -99,7 +98,7 @@ def _data_bytes(block: ReadBlock) -> int:
 
 
 def _program(block: ReadBlock, shapes: Shapes) -> tuple[object, ...]:
-    """Blocks with equal ones are placed by one program."""
+    """Returns a key; blocks with equal keys are placed by one program."""
     target = shapes[block.key]
     return target.shape, target.dtype, *block.kind
 
@@ -114,13 +113,13 @@ def _place(
     change: WeightTransform,
     stacked: bool,
 ) -> Array:
-    """The parameter with a block in its place."""
+    """Returns the parameter with a block in its place."""
     part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
     part = part if stacked else part[0]
     part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
     if target.dtype.itemsize > 1:
         return lax.dynamic_update_slice(target, part, tuple(start))
-    # XLA for the CPU updates FP8 by converting the whole parameter, and bytes in place.
+    # XLA on the CPU updates FP8 by converting the whole parameter, but updates bytes in place.
     bits, part = (lax.bitcast_convert_type(each, jnp.uint8) for each in (target, part))
     updated = lax.dynamic_update_slice(bits, part, tuple(start))
     return lax.bitcast_convert_type(updated, target.dtype)
@@ -130,9 +129,9 @@ def _place(
 def _programs(
     blocks: Sequence[ReadBlock], shapes: Shapes, where: Sharding, compilers: int
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
-    """What places each kind of block, compiled by threads in the order of the blocks.
+    """Provides the programs that place each kind of block, which threads compile in block order.
 
-    Compiling takes host memory too, so that few readers have few `compilers`.
+    Compilation takes host memory too, so few readers come with few `compilers`.
     """
 
     def compiled(block: ReadBlock) -> Callable[..., Array]:
@@ -159,7 +158,7 @@ def _programs(
 def _sent(
     blocks: Sequence[ReadBlock], readers: int, where: Sharding
 ) -> Generator[tuple[ReadBlock, tuple[Array, ...]], None, None]:
-    """The blocks in order, on the device; `readers` of them are read ahead."""
+    """Yields the blocks in order, on the device, and reads `readers` of them ahead."""
     with ExitStack() as stack:
         files, buffers = (
             open_files(blocks, stack),
@@ -181,7 +180,7 @@ def _sent(
 
 
 def open_files(blocks: Sequence[ReadBlock], stack: ExitStack) -> dict[Path, int]:
-    """A descriptor of each file; the stack closes them."""
+    """Opens each file and returns its descriptor; the stack closes them."""
     names = {span.file for block in blocks for piece in block.pieces for span in piece.spans}
     files = {}
     for name in sorted(names):
@@ -194,19 +193,19 @@ def open_files(blocks: Sequence[ReadBlock], stack: ExitStack) -> dict[Path, int]
 
 
 class HostBufferPool:
-    """Host memory for blocks. A buffer is used again when no array refers to it any more.
+    """Host memory for blocks; a buffer is reused when no array refers to it any more.
 
-    On the CPU JAX's array may be the buffer itself. The memory does not come from malloc,
-    which keeps some of what each thread frees.
+    On the CPU, JAX's array may be the buffer itself. The memory does not come from malloc, which
+    retains some of what each thread frees.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Buffers of so many bytes each."""
+        """Creates a pool of buffers of `nbytes` bytes each."""
         self._nbytes = nbytes
         self._free: list[mmap.mmap] = []
 
     def new(self, nbytes: int) -> np.ndarray:
-        """The first bytes of a buffer, of any value."""
+        """Returns the first bytes of a buffer, uninitialized."""
         try:
             memory = self._free.pop()
         except IndexError:
@@ -219,7 +218,7 @@ class HostBufferPool:
 def read(
     block: ReadBlock, files: Mapping[Path, int], buffers: HostBufferPool
 ) -> tuple[np.ndarray, ...]:
-    """A block's arrays, views of one buffer."""
+    """Reads a block's arrays, as views of one buffer."""
     arrays, buffer = [], buffers.new(block.nbytes)
     for piece in block.pieces:
         begin = piece.offset
@@ -244,5 +243,5 @@ def _read_span(span: ByteRange, file: int, into: np.ndarray) -> None:
 
 
 def wire_dtype(dtype: str) -> np.dtype:
-    """As what numbers of this dtype travel."""
+    """Returns the dtype in which numbers of this dtype are sent."""
     return jnp.dtype(SENT_AS.get(dtype, dtype))

@@ -1,6 +1,6 @@
 """A layer of a decode step: its norms, its mixer and its feed-forward, over the donated state.
 
-What a layer adds to the stream waits for the norm of the next: they are one launch.
+A layer's output is added to the stream in the next layer's norm, in one launch.
 """
 
 import dataclasses
@@ -40,8 +40,11 @@ from jaxattn.ops.collectives.all_reduce_norm import (
 
 
 def caches_of(state: DecodeState, name: str) -> Arrays:
-    """The arrays of a cache, those of the mailboxes that its layers send rows through, and what
-    layers before hand on."""
+    """Returns the arrays that a layer of this cache may use.
+
+    The arrays are the cache's own, the mailboxes through which its layers send rows, and the arrays
+    that earlier layers pass on.
+    """
     given = dict(state.caches[name])
     for other in (EXCHANGE, MEETING, HANDED_ON):
         given |= state.caches.get(other, {})
@@ -49,7 +52,7 @@ def caches_of(state: DecodeState, name: str) -> Arrays:
 
 
 class LayerPosition(NamedTuple):
-    """Where a layer is: in the pattern of a segment, in the repeat before `following`."""
+    """A layer's place in a segment's pattern, in the repeat before `following`."""
 
     segment: LayerSegment[Block]
     number: int
@@ -60,7 +63,7 @@ class LayerPosition(NamedTuple):
         return self.segment.pattern[self.number]
 
     def norm(self, number: int) -> StackedLayer:
-        """Where the first or second of its norms is in the stack of all layers' norms."""
+        """Returns the place of the first or second norm in the stack of all layers' norms."""
         step = 2 * len(self.segment.pattern)
         first = 2 * (self.segment.first + self.number) + number
         return StackedLayer(self.following, step, first - step)
@@ -68,15 +71,15 @@ class LayerPosition(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """What all layers of a decode step read.
+    """The inputs that all layers of a decode step share.
 
     Attributes:
-        tokens: valid is a number for the kernels: made of a truth value in a loop, it would be a
-            launch in each layer.
-        shared: under the name of each cache what its layers share.
-        packed: under the name of each cache the small weights of all its layers.
-        norms: the weights of all layers' norms in one stack, or None.
-        fused: what a layer adds is one GPU's part, which the next norm sums.
+        tokens: The step's tokens. `valid` is a number for the kernels, because converting a bool
+            inside the loop would be a launch in each layer.
+        shared: The values that the layers of each cache share, by the cache's name.
+        packed: The small weights of all layers of each cache, by the cache's name.
+        norms: The weights of all layers' norms in one stack, or None.
+        fused: Whether a layer's output is one GPU's part, which the next norm sums.
     """
 
     collectives: ResidualCollectives
@@ -96,11 +99,11 @@ class DecodeStep:
         carry: tuple[Any, Any, DecodeState],
         unrolled: bool,
     ) -> tuple[Any, Any, DecodeState]:
-        """(the stream, what the layer adds to it, the state) behind a layer, from those before it.
+        """Returns (the stream, the layer's addend, the state) after a layer.
 
         Args:
-            stacks: the feed-forward's weights of all repeats, which it reads where they lie.
-            unrolled: whether the layers have no loop: what is added then may be an `ExpertOutputs`.
+            stacks: The feed-forward's weights of all repeats, which it reads in place.
+            unrolled: Whether the layers have no loop, so that the addend may be an `ExpertOutputs`.
         """
         (x, y, state), block = carry, place.block
         name, spec = block.mixer.cache_name, self.collectives.spec
@@ -136,7 +139,7 @@ class DecodeStep:
         return summed(x, normed), y, kept(state, name, arrays, after)
 
     def given(self, norm: RMSNorm, y: Array, place: LayerPosition, number: int) -> Array:
-        """What a layer adds to the stream of an output y; `number` of its norms is y's, if any."""
+        """Returns a layer's addend for an output y, which norm `number` norms if `norms_after`."""
         if not place.block.norms_after:
             return y
         if self.norms is None:
@@ -144,10 +147,10 @@ class DecodeStep:
         return rms_norm(y, self.norms[place.norm(number).index], norm.eps).astype(y.dtype)
 
     def norms_of(self, layer: DecoderLayer, place: LayerPosition) -> tuple[Callable, Callable]:
-        """A layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
+        """Returns a layer's two norms, `norm(x, added, state)` -> (the sum, its norm, the state).
 
-        They are from the stack of all layers' norms if there is one. Of one token the product
-        after a norm may make it.
+        The norms use the stack of all layers' weights if there is one. For a single token, the
+        product after a norm may compute the norm.
         """
         if place.block.norms_after:
             add = partial(add_alone, dtype=jnp.dtype(self.collectives.spec.stream.dtype))
@@ -174,7 +177,10 @@ class DecodeStep:
     def _summing_norms(
         self, block: Block, of_all: dict[str, Any]
     ) -> tuple[Callable, Callable | None]:
-        """The norms that also sum over the GPUs; None where tokens do not meet behind the mixer."""
+        """Returns the norms that also sum over GPUs.
+
+        The second is None if all GPUs have their own tokens, and the layer does not gather them.
+        """
         spec, given = self.collectives.spec, self.implementation
         by_name = "xla" if given in ONLY_BY_NAME else given
         meets = partial(

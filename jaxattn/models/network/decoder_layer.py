@@ -12,7 +12,7 @@ from jaxattn.models.blocks import Block, Stream
 from jaxattn.nn import RMSNorm
 from jaxattn.nn.linear import Linear
 
-# Of a large product of XLA's: of one row it makes a float32 copy of the whole weight (H200).
+# Minimum rows of a large product: for one row XLA makes a float32 copy of the whole weight (H200).
 LEAST_ROWS = 8
 
 
@@ -29,11 +29,11 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x: Array, packed: Mapping[str, Any], handed_on: Array | None = None
     ) -> tuple[Array, Array | None]:
-        """(whole sequences, what the layer hands on to those behind it).
+        """Returns (the stream of whole sequences, what the layer passes on to later ones).
 
         Args:
-            packed: how rows hold several, in the keywords of attention.
-            handed_on: by the layers before, the choice of tokens; None if no layer needs it.
+            packed: Keyword arguments of attention that describe the sequences packed in rows.
+            handed_on: The choice of tokens by earlier layers, or None if no layer needs it.
         """
         turned = takes_positions(self.mixer)
         given = {name: of for name, of in packed.items() if turned or name != "positions"}
@@ -43,11 +43,11 @@ class DecoderLayer(nnx.Module):
         return x, handed_on
 
     def read(self, norm: RMSNorm, x: Array) -> Array:
-        """What a mixer or feed-forward reads of the stream."""
+        """Returns the input of a mixer or feed-forward, from the stream."""
         return x.astype(self.dtype) if self.norms_after else norm(x)
 
     def given(self, norm: RMSNorm, y: Array) -> Array:
-        """What a mixer or feed-forward with the output y adds to the stream."""
+        """Returns the addend to the stream from a mixer's or feed-forward's output y."""
         return norm(y) if self.norms_after else y
 
 
@@ -66,8 +66,7 @@ class LayerGroup(nnx.Module):
 
 
 class DraftLayers(nnx.Module):
-    """What is around the block of a draft head: norms of what it reads, their projection, and the
-    norm before the output head."""
+    """The modules around a draft head's block: input norms, their projection, and the last norm."""
 
     def __init__(self, stream: Stream, *, rngs: nnx.Rngs):
         self.embedding_norm, self.hidden_norm = norm_of(stream), norm_of(stream)
@@ -81,8 +80,12 @@ class DraftLayers(nnx.Module):
         self.norm = norm_of(stream)
 
     def __call__(self, embedded: Array, hidden: Array) -> Array:
-        """The stream before the block, of a token's embedding and of what the output head read of
-        the token before it."""
+        """Returns the stream before the block.
+
+        Args:
+            embedded: A token's embedding.
+            hidden: The output head's input for the token before it.
+        """
         both = self.embedding_norm(embedded), self.hidden_norm(hidden)
         x = jnp.concatenate(both, axis=-1).reshape(-1, 2 * hidden.shape[-1])
         y = self.projection(jnp.pad(x, ((0, max(LEAST_ROWS - len(x), 0)), (0, 0))))
@@ -90,7 +93,7 @@ class DraftLayers(nnx.Module):
 
 
 def takes_positions(module: nnx.Module) -> bool:
-    """Whether a module's call has `positions`, as attention's has and a recurrence's has not."""
+    """Returns whether a module's call has `positions`, as attention's does."""
     arguments = inspect.signature(type(module).__call__).parameters.values()
     return any(each.name == "positions" or each.kind == each.VAR_KEYWORD for each in arguments)
 

@@ -33,10 +33,10 @@ def _init_params(spec: DecoderSpec, key: Array) -> nnx.State:
 class DecoderModel(Model):
     """A decoder of blocks, as the engine serves it.
 
-    The steps take the parameters packed (`pack`) or as they are.
+    The steps accept parameters packed (`pack`) or unpacked.
 
     Attributes:
-        tokens: how many tokens there are, where the embedding has more rows; None if as many.
+        tokens: Number of tokens, if the embedding has more rows. None means that they are equal.
     """
 
     spec: DecoderSpec
@@ -82,14 +82,17 @@ class DecoderModel(Model):
         return abstract(self.spec)[1]
 
     def with_dtype(self, dtype: str) -> "DecoderModel":
-        """The same model with products and weights of another dtype, bfloat16 or float32."""
+        """Returns the model with products and weights of another dtype, bfloat16 or float32."""
         stream = dataclasses.replace(self.spec.stream, dtype=dtype, param_dtype=dtype)
         return DecoderModel(dataclasses.replace(self.spec, stream=stream), self.tokens)
 
     def with_cache_format(self, name: str, native_layers: int = 0) -> "DecoderModel":
-        """See `Model.with_cache_format`; an FP8 cache of keys and values adds their scales to the
-        parameters, and native layers cut the layers into other segments."""
-        count = self.spec.layers  # the draft head's cache is as most layers' are
+        """See `Model.with_cache_format`.
+
+        An FP8 cache of keys and values adds their scales to the parameters. Native layers split the
+        layers into other segments.
+        """
+        count = self.spec.layers  # the draft head uses the format of most layers
         layers = reformatted(self.spec.blocks[:count], name, native_layers)
         return self._with_blocks((*layers, *reformatted(self.spec.blocks[count:], name)))
 
@@ -126,12 +129,12 @@ class DecoderModel(Model):
         return DecoderModel(dataclasses.replace(self.spec, blocks=blocks), self.tokens)
 
     def with_tokens(self, tokens: int) -> "DecoderModel":
-        """The same model of so many tokens: the rows of its embedding behind them are padding.
+        """Returns the model with `tokens` tokens; further rows of its embedding are padding.
 
-        The steps leave those logits out, so that nothing can sample them.
+        The steps omit the logits of padding, so nothing can sample them.
 
         Raises:
-            ValueError: the embedding has fewer rows.
+            ValueError: The embedding has fewer rows.
         """
         if not 0 < tokens <= self.spec.vocab_size:
             raise ValueError(
@@ -141,15 +144,16 @@ class DecoderModel(Model):
         return DecoderModel(self.spec, tokens)
 
     def with_fused_sums(self, tokens: int | None = None) -> "DecoderModel":
-        """The same model that, on several GPUs, sums layers' outputs of so many tokens by a kernel.
+        """Returns the model with fused sums: on several GPUs, a kernel sums outputs of small steps.
 
-        Decode steps of up to `tokens` tokens have one launch where XLA has an all-reduce and a norm
-        (`jaxattn.ops.collectives.all_reduce_norm`). It is for bfloat16 and one process, and for
-        `data` 1 or data groups of one GPU with experts over all; elsewhere the steps have XLA's.
+        In decode steps of up to `tokens` tokens, one launch replaces XLA's all-reduce and a norm
+        (`jaxattn.ops.collectives.all_reduce_norm`). The kernel requires bfloat16, one process, and
+        `data` 1 or data groups of one GPU with experts over all GPUs; otherwise the steps use XLA's
+        all-reduce.
 
         Args:
-            tokens: the most of a data group. None: as many as send 2 MiB from each GPU, at most
-                256.
+            tokens: The most tokens of a data group. None means as many as send 2 MiB from each GPU,
+                at most 256.
         """
         return DecoderModel(dataclasses.replace(self.spec, fused_tokens=tokens), self.tokens)
 
@@ -157,11 +161,11 @@ class DecoderModel(Model):
         return self.with_fused_sums(0)
 
     def init_params(self, key: Array) -> nnx.State:
-        """Random parameters."""
+        """Returns random parameters."""
         return _init_params(self.spec, key)
 
     def bind(self, params: nnx.State) -> DecoderNetwork:
-        """The module with these parameters, for training: `model.bind(params)(tokens)`."""
+        """Returns the module with these parameters, for training: `model.bind(params)(tokens)`."""
         return nnx.merge(abstract(self.spec)[0], params)
 
     def token_logprobs(
@@ -172,12 +176,12 @@ class DecoderModel(Model):
         scored: Float[Array, "B T"] | None = None,
         **options: Any,
     ) -> Float[Array, "B T"]:
-        """The log-probability of each token given those before it, float32; differentiable.
+        """Returns the float32 log-probability of each token given those before it; differentiable.
 
         Args:
-            scored: what an engine told of the tokens, see `jaxattn.nn.token_logprobs`.
-            options: of `DecoderNetwork.__call__`. In packed rows the first token of a sequence has
-                a log-probability of no meaning.
+            scored: An engine's scores of the tokens; see `jaxattn.nn.token_logprobs`.
+            options: Keyword arguments of `DecoderNetwork.__call__`. In packed rows, the
+                log-probability of a sequence's first token is meaningless.
         """
         logits = self._of_tokens(self.bind(params)(tokens, **options))
         return token_logprobs(logits, tokens, scored=scored)
@@ -190,7 +194,7 @@ class DecoderModel(Model):
             return ()
         if self.spec.parallel.gpus > 1:
             return params.copies
-        # Zeros that widen matrices; of several GPUs the arrays may be all shares together.
+        # Zeros that widen matrices; on several GPUs the arrays may contain all shares.
         own, held = (
             sum(leaf.size for leaf in jax.tree.leaves(each))
             for each in (self.param_shapes(), (params.params, params.vectors))
@@ -312,23 +316,22 @@ class DecoderModel(Model):
     def _decode(
         self, params: Any, state: DecodeState, batch: DecodeBatch, implementation: Any
     ) -> tuple[Float[Array, "B S rows"], DecodeState, Float[Array, "B S hidden"]]:
-        """The logits of each token, with those of padding rows of the embedding, and what the head
-        read."""
+        """Returns each token's logits, padding included, the state, and the head's input."""
         decoder, stacks = self._decoding(params)
         hidden, state = decoder.decode(state, batch, **stacks, implementation=implementation)
         return decoder.head(hidden), state, hidden.astype(self.spec.stream.dtype)
 
     def _decoding(self, params: Any) -> tuple[DecoderNetwork, dict[str, Any]]:
-        """The decoder, and what its decode steps read of packed parameters."""
+        """Returns the decoder, and the packed parameters that its decode steps read."""
         if not isinstance(params, PackedParams):
             return self.bind(params), {}
         stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
         return self.bind(params.params), stacks
 
     def _of_tokens(self, logits: Array) -> Array:
-        """The logits [..., vocab] without those of padding rows of the embedding.
+        """Returns the logits [..., vocab] without padding rows of the embedding.
 
-        Of several GPUs each has as many, and -inf at the padding.
+        On several GPUs the shape stays the same, and padding becomes -inf.
         """
         parallel = self.spec.parallel
         if parallel.tensor == 1:

@@ -1,10 +1,10 @@
-"""A decoder of blocks: each segment of its layers is one scan that decodes in one donated state.
+"""A decoder of blocks, in which each segment of layers is one scan over one donated state.
 
-Weights, caches and states are stacks with the repeat or the layer in front. The scan carries the
-whole `DecodeState` and hands every op the whole stack with the layer's number. Nothing is sliced
-out of a cache, and all layers reuse one arena. A step of one token on a GPU has no scan over
-16 to 128 repeats, or over up to 32 layers: layers follow one another, and what one leaves to the
-next is no array yet where a launch can make it.
+Weights, caches and states are stacks with the repeat or the layer as the first axis. The scan
+carries the whole `DecodeState` and passes every op the whole stack with the layer's index. Nothing
+is sliced out of a cache, and all layers share one arena. A step of one token on a GPU unrolls 16 to
+128 repeats, or up to 32 layers. Layers then follow one another, and a layer's output need not
+become an array if the next launch can compute it.
 """
 
 import dataclasses
@@ -42,24 +42,24 @@ from jaxattn.nn.linear import Linear, StackedWeight, matmul, normal
 from jaxattn.ops.linear.norm_linear import array_of
 from jaxattn.parallel import all_reduce, rank
 
-# Repeats that a step of one token has without a loop: many, which gain the most by it, or few of
-# few layers. The time to lower and to compile them grows with the layers.
+# A step of one token unrolls segments of many repeats, which gain the most, or of few layers.
+# Lowering and compile time grow with the layers.
 MANY_REPEATS, MOST_UNROLLED, FEW_LAYERS = 16, 128, 32
-# Layers in a turn of the loop. DeepSeek-V2-Lite's 26 are two turns then: its step takes 4 s to
-# compile, where one with a layer in each turn takes 2.5 s.
+# Layers per iteration of the loop. DeepSeek-V2-Lite's 26 then take two iterations: its step takes 4
+# s to compile, compared with 2.5 s for one layer per iteration.
 MOST_TOGETHER = 13
 
 
 class DecoderNetwork(nnx.Module):
-    """Token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
+    """Maps token ids to logits. The parameters of a segment are stacked, [repeats, ...] each."""
 
     def __init__(self, spec: DecoderSpec, *, rngs: nnx.Rngs):
         self.spec = spec
         stream = spec.stream
         rows = spec.head_columns if spec.tie_embeddings else spec.vocab_size
         shape = (rows, stream.hidden_size)
-        # A tied head wants logits of order 1 from a normed stream, a plain embedding a stream of
-        # order 1.
+        # A tied head needs logits of order 1 from a normed stream, and a plain embedding a stream
+        # of order 1.
         stddev = stream.hidden_size**-0.5 if spec.tie_embeddings else 1.0
         self.embedding = nnx.Param(normal(rngs, shape, stddev, stream.param_dtype))
         self.segments = nnx.List([self._stack(segment, rngs) for segment in spec.segments])
@@ -94,17 +94,18 @@ class DecoderNetwork(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         saved: Callable[..., bool] | None = None,
     ) -> Float[Array, "B T vocab"]:
-        """Float32 logits of whole sequences; differentiable.
+        """Returns float32 logits of whole sequences; differentiable.
 
         Args:
-            segment_ids, cu_seqlens, positions: how rows hold several sequences, see the attention
-                layers of `jaxattn.nn`. Each sequence has the logits that it has in a row alone.
-            saved: a policy of `jax.checkpoint_policies`: what a repeat of layers keeps for its
-                backward pass, which computes the rest again. None keeps all.
+            segment_ids, cu_seqlens, positions: The sequences packed in rows; see the attention
+                layers of `jaxattn.nn`. Each sequence gets the logits that it would get in a row of
+                its own.
+            saved: A policy of `jax.checkpoint_policies`, which selects what a repeat of layers
+                saves for its backward pass; the rest is recomputed. None saves everything.
 
         Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; a layer names it.
+            TypeError, ValueError: An argument's dtype, shape or concrete value does not fit; a
+                layer names it.
         """
         packed = {
             name: given if name == "positions" else keep_concrete(given)
@@ -138,13 +139,13 @@ class DecoderNetwork(nnx.Module):
         weights: dict[str, Array] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "1 N hidden"], DecodeState]:
-        """What `head` reads of each token (that of 0 at padding), and the state.
+        """Returns `head`'s input for each token (at padding, that of a zero stream), and the state.
 
-        What is computed for each token alone has one flat list: the prompts' lines, and a token of
-        each of `rows`. The mixers tell them apart.
+        Computations per token use one flat list: the prompts' lines, followed by one token of each
+        of `rows`. The mixers separate the two.
 
         Args:
-            weights: the small weights of decoding, by cache.
+            weights: The small weights of decoding, by cache.
         """
         lines = prompts.layout
         ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
@@ -171,7 +172,7 @@ class DecoderNetwork(nnx.Module):
             implementation=implementation,
         )
         x, state = self._mixed_segments(range(len(self.spec.layer_segments)), step, x, state)
-        # The head's product rounds to this dtype: what it reads of a token is kept no wider.
+        # The head's product rounds to this dtype, so its input is kept no wider.
         return self.norm(x).astype(self.spec.stream.dtype), state
 
     def draft_mixed(
@@ -183,11 +184,11 @@ class DecoderNetwork(nnx.Module):
         vectors: tuple[Array, ...] | None = None,
         implementation: Implementation | None = None,
     ) -> DecodeState:
-        """The state with what the draft head caches of the prompts' tokens.
+        """Returns the state after the draft head has cached the prompts' tokens.
 
         Args:
-            prompts: with the token that follows each token in its place.
-            hidden: what `head` reads of each token.
+            prompts: The prompts, with each token replaced by the one that follows it.
+            hidden: The head's input for each token.
         """
         lines = prompts.layout
         ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
@@ -207,7 +208,7 @@ class DecoderNetwork(nnx.Module):
     def _mixed_segments(
         self, numbers: range, step: MixedStep, x: Array, state: DecodeState
     ) -> tuple[Array, DecodeState]:
-        """The stream and the state behind some segments, of a step with prompts."""
+        """Returns the stream and the state after some segments, in a step with prompts."""
         state = self._handing_on(state, step.prompts, step.rows)
         for number in numbers:
             segment = self.spec.segments[number]
@@ -235,7 +236,7 @@ class DecoderNetwork(nnx.Module):
         beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], DecodeState]:
-        """What `head` reads of every new token (that of 0 for a padding row), and the state."""
+        """Returns `head`'s input for new tokens (at padding, of a zero stream), and the state."""
         batch, overlong = self._within_tables(state, batch)
         step = self._decode_step(state, batch, weights, norms, implementation)
         x = self._embed(batch.tokens, step.tokens.valid > 0)
@@ -257,16 +258,15 @@ class DecoderNetwork(nnx.Module):
         beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B hidden"], Float[Array, "B hidden"], DecodeState]:
-        """What the draft head makes of each row's token at `last`.
+        """Runs the draft head on each row's tokens; returns its results for the token at `last`.
 
         Args:
-            batch: the tokens that follow those of `hidden`, at the places of these.
-            hidden: what `head` reads of tokens that are cached, or what this returns of one.
+            batch: The tokens that follow those of `hidden`, at the positions of the latter.
+            hidden: The head's input for cached tokens, or this method's second result for a guess.
             last: int32 [B], below S.
 
         Returns:
-            (what `head` reads for the guess, what the next guess reads in the place of `hidden`,
-            the state).
+            (`head`'s input for the guess, the `hidden` for the next guess, the state).
         """
         assert self.spec.draft_head is not None
         batch, _ = self._within_tables(state, batch)
@@ -280,7 +280,7 @@ class DecoderNetwork(nnx.Module):
         return normed, handed.astype(self.spec.stream.dtype), state
 
     def _draft_stream(self, tokens: Array, hidden: Array, valid: Array) -> Array:
-        """What the draft head's block reads; 0 at padding."""
+        """Returns the input of the draft head's block; 0 at padding."""
         x = self.draft_layers(self._embed(tokens, valid), hidden.astype(jnp.float32))
         return jnp.where(valid[..., None], x, 0)
 
@@ -293,7 +293,8 @@ class DecoderNetwork(nnx.Module):
         implementation: Implementation | None,
     ) -> DecodeStep:
         shared = self._shared(state, batch, implementation)
-        # A number for the kernels: made of a truth value in a loop, it is a launch in each layer.
+        # A number for the kernels: converting a bool inside the loop would be a launch in each
+        # layer.
         valid = jnp.broadcast_to((batch.seq_lens > 0)[:, None], batch.tokens.shape)
         valid = valid.astype(jnp.int32)
         return DecodeStep(
@@ -315,7 +316,7 @@ class DecoderNetwork(nnx.Module):
         state: DecodeState,
         beside: dict[tuple[int, int], tuple[Array, Array]] | None,
     ) -> tuple[Array, DecodeState]:
-        """The stream and the state behind some segments."""
+        """Returns the stream and the state after some segments."""
         added = x.dtype if step.fused else self.collectives.added_dtype(x)
         state = self._handing_on(state, None, step.batch)
         carry = x, self.collectives.part(jnp.zeros_like(x, added), step.fused), state
@@ -333,11 +334,12 @@ class DecoderNetwork(nnx.Module):
         carry: tuple[Array, Any, DecodeState],
         added: DTypeLike,
     ) -> tuple[Array, Array, DecodeState]:
-        """(the stream, what waits to be added to it, the state) behind a segment's repeats.
+        """Returns (the stream, the pending addend, the state) after a segment's repeats.
 
         Args:
-            beside: stacks of weights beside a mixer's own, by segment and place in its pattern.
-            added: the dtype of what waits.
+            beside: Stacks of weights in addition to a mixer's own, by segment and place in its
+                pattern.
+            added: Dtype of the pending addend.
         """
         segment, implementation = self.spec.segments[number], step.implementation
         graphdef, params, stacks = self._split(number)
@@ -369,14 +371,14 @@ class DecoderNetwork(nnx.Module):
         return x, array_of(y, x.shape).astype(added), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
-        """(structure, what the scan slices, what each place of the pattern reads unsliced)."""
+        """Returns (structure, the scan's slices, the unsliced stacks per place in the pattern)."""
         graphdef, params = nnx.split(self.segments[number])
         stacks: list[dict[str, Array]] = []
         for place, block in enumerate(self.spec.segments[number].pattern):
             mlp: Any = params["layers"][place]["mlp"]
             names = block.feed_forward.stacked
             stacks.append({name: mlp[name][...] for name in names})
-            for name in names:  # the module that the body makes holds an empty matrix
+            for name in names:  # the module that the body creates holds an empty matrix
                 empty = mlp[name][...][:, :0]
                 mlp[name] = mlp[name].replace(empty if empty.ndim > 2 else empty[..., None])
         return graphdef, params, stacks
@@ -384,9 +386,10 @@ class DecoderNetwork(nnx.Module):
     def _within_tables(
         self, state: DecodeState, batch: DecodeBatch
     ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
-        """The batch without rows that are longer than their block tables, and which they are.
+        """Returns the batch without rows longer than their block tables, and which rows these are.
 
-        Their tokens become NaN: a finite output would be a wrong one. No layer looks again.
+        Tokens of such rows become NaN, because a finite output would be wrong. No layer checks
+        again.
         """
         found = (m.most_tokens(state.caches[name], batch) for name, m in self.spec.mixers.items())
         most = min((each for each in found if each is not None), default=None)
@@ -399,7 +402,7 @@ class DecoderNetwork(nnx.Module):
     def _handing_on(
         self, state: DecodeState, prompts: PrefillBatch | None, rows: DecodeBatch | None
     ) -> DecodeState:
-        """The state with what layers of this step hand on."""
+        """Returns the state with the arrays that layers of this step pass on."""
         found: Arrays = {}
         for name, mixer in self.spec.mixers.items():
             found |= mixer.handed_on(state.caches[name], prompts, rows)
@@ -408,7 +411,7 @@ class DecoderNetwork(nnx.Module):
     def _shared(
         self, state: DecodeState, batch: DecodeBatch, implementation: Implementation | None
     ) -> dict[str, Any]:
-        """Under the name of each cache what its layers share in a step."""
+        """Returns the values that the layers of each cache share in a step, by the cache's name."""
         found = {}
         for number, segment in enumerate(self.spec.segments):
             for place, block in enumerate(segment.pattern):
@@ -421,18 +424,19 @@ class DecoderNetwork(nnx.Module):
         return found
 
     def _fused(self, tokens: int) -> bool:
-        """Whether a step of so many tokens sums over the GPUs where it norms."""
+        """Returns whether a step of so many tokens sums over the GPUs in its norms."""
         fits = self.spec.sums_fused and tokens <= self.spec.summed_tokens
-        return fits and jax.process_count() == 1  # as the kernel has it
+        return fits and jax.process_count() == 1  # as the kernel requires
 
     def _unrolled(
         self, segment: LayerSegment[Block], tokens: int, implementation: Implementation | None
     ) -> bool:
-        """Whether a step's repeats follow one another without a loop: those of one token on one
-        GPU, where launches that only count take 3 to 6% of the step.
+        """Returns whether a step's repeats follow one another without a loop.
 
-        On several GPUs one long CUDA graph costs more than its launches save: each GPU waits for
-        the others' at the first sum (four H200s: 12.5 us for each sum, and 4.7 with a loop).
+        This holds for steps of one token on one GPU, where launches that only count would take 3 to
+        6% of the step. On several GPUs one long CUDA graph costs more than the launches, because
+        each GPU waits for the others at the first sum. On four H200s a sum takes 12.5 us, compared
+        with 4.7 us in a loop.
         """
         by_kernels = jax.default_backend() == "gpu" and implementation != "xla"
         one = tokens == 1 == self.spec.parallel.gpus
@@ -441,30 +445,30 @@ class DecoderNetwork(nnx.Module):
         return one and by_kernels and (few or many)
 
     def _together(self, segment: LayerSegment[Block], fused: bool) -> int:
-        """The repeats in a turn of a step's loop.
+        """Returns the number of repeats per iteration of a step's loop.
 
-        Steps of several GPUs without XLA's sums have several, and so a CUDA graph of more layers:
+        Steps on several GPUs with fused sums have several, and thus CUDA graphs of more layers:
         H200s were idle for 2 to 6 us between the graphs of two layers.
         """
         most = max(1, MOST_TOGETHER // len(segment.pattern)) if fused else 1
         return max(n for n in range(1, most + 1) if segment.repeats % n == 0)
 
     def _unpack(self, number: int, params: nnx.State, vectors: Array | None) -> nnx.State:
-        """One repeat's parameters, with the vectors that `pack_params` took out."""
+        """Returns one repeat's parameters with the vectors that `pack_params` took out."""
         if vectors is None:
             return params
         shapes = vectors_of(abstract(self.spec)[1]["segments"][number], self.spec.segments[number])
         widths = [shape.shape[1] for shape in shapes]
-        # One copy out of the stack: without the barrier XLA makes one for each width.
+        # One copy out of the stack: without the barrier XLA makes one copy per width.
         vectors = lax.optimization_barrier(vectors)
         pieces = iter(jnp.split(vectors, np.cumsum(widths)[:-1]))
-        # An empty matrix is what `_split` left of a stack.
+        # An empty matrix is the rest that `_split` left of a stack.
         return jax.tree.map(
             lambda leaf: next(pieces) if leaf.ndim == 1 and not leaf.size else leaf, params
         )
 
     def _embed(self, tokens: Array, valid: Array | None = None) -> Array:
-        """The float32 residual stream [B, T, hidden]; 0 at padding, whatever its tokens are."""
+        """Returns the float32 residual stream [B, T, hidden]; 0 at padding, for any token ids."""
         with jax.named_scope("embed"):
             if valid is not None:
                 tokens = jnp.where(valid, tokens, 0)
@@ -472,7 +476,7 @@ class DecoderNetwork(nnx.Module):
             return x if valid is None else jnp.where(valid[..., None], x, 0)
 
     def _rows_of(self, tokens: Array) -> Array:
-        """Rows of the embedding; of a divided one, from the GPU that has them."""
+        """Returns rows of the embedding; if it is sharded, from the GPU that has them."""
         rows, parallel = self.embedding[...], self.spec.parallel
         if len(rows) == self.spec.vocab_size:
             return rows[tokens]
@@ -482,11 +486,11 @@ class DecoderNetwork(nnx.Module):
         return all_reduce(found, parallel, "tensor", found.dtype)
 
     def head(self, x: Float[Array, "*B hidden"]) -> Float[Array, "*B vocab"]:
-        """Float32 logits, of the normed stream."""
+        """Returns float32 logits of the normed stream."""
         with jax.named_scope("lm_head"):
             rows = x.reshape(-1, x.shape[-1])
-            # Of one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
-            # step (H200); of eight, a product that reads it once.
+            # For one row XLA makes a float32 copy of the whole head, 0.3 ms of DeepSeek-V2-Lite's
+            # step (H200). For eight rows its product reads the head once.
             few = max(LEAST_ROWS - len(rows), 0)
             rows = jnp.pad(rows, ((0, few), (0, 0)))
             if self.spec.tie_embeddings:
@@ -498,5 +502,5 @@ class DecoderNetwork(nnx.Module):
 
 @cache
 def abstract(spec: DecoderSpec) -> tuple[nnx.GraphDef, nnx.State]:
-    """The decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
+    """Returns the decoder's structure and its parameters' shapes and dtypes; allocates nothing."""
     return nnx.split(nnx.eval_shape(lambda: DecoderNetwork(spec, rngs=nnx.Rngs(0))))

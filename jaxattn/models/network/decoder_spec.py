@@ -26,12 +26,12 @@ from jaxattn.parallel import ALONE, Parallel, pieces_of
 class DraftHead:
     """A multi-token prediction (MTP) head, which guesses the token after the next.
 
-    It is a layer behind the others, and reads what the output head reads of a token beside the
-    embedding of the next.
+    The head is an additional layer after the others. The layer reads the output head's input for a
+    token, together with the embedding of the next token.
 
     Attributes:
-        hands_on_normed: what the next guess reads in the place of what the head reads of a token is
-            the layer's output behind its last norm, and not before it.
+        hands_on_normed: Whether the next guess reads the layer's output after its last norm instead
+            of before it.
     """
 
     hands_on_normed: bool = False
@@ -39,21 +39,23 @@ class DraftHead:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """A decoder's layers and what surrounds them.
+    """The specification of a decoder's layers and of what surrounds them.
 
     Attributes:
-        blocks: one for each layer, in order; the last is that of a draft head, if there is one.
-        draft_head: None without one.
-        tie_embeddings: the output head is the embedding, transposed.
-        parallel: the layout of the GPUs of which one has these blocks (`models.sharding`).
-        fused_tokens: decode steps of up to so many tokens sum layers' outputs over the GPUs, add
-            the residual and norm in one launch, where `sums_fused` says so. 0: never. None: as
-            many as send 2 MiB from each GPU.
-        max_position_embeddings: the longest row in tokens. Nothing is allocated by it.
+        blocks: One block per layer, in order; the last one is the draft head's, if there is one.
+        draft_head: The draft head, or None.
+        tie_embeddings: Whether the output head is the transposed embedding.
+        parallel: The layout of the GPUs that share the decoder; these blocks are one GPU's
+            (`models.sharding`).
+        fused_tokens: The largest decode step, in tokens, that sums over the GPUs, adds the residual
+            and norms in one launch, if `sums_fused`. 0 means never. None means as many as send 2
+            MiB from each GPU.
+        max_position_embeddings: Maximum length of a row in tokens. No allocation depends on it.
 
     Raises:
-        TypeError: one of `blocks` is no `Block`.
-        ValueError: there are no layers or too many, or blocks of one cache differ; it is named.
+        TypeError: An element of `blocks` is not a `Block`.
+        ValueError: There are no layers or too many, or blocks of one cache differ; the message
+            names it.
     """
 
     vocab_size: int
@@ -83,17 +85,17 @@ class DecoderSpec:
 
     @property
     def head_columns(self) -> int:
-        """Tokens that one GPU has logits of, padding of the last GPU included."""
+        """The number of tokens for which one GPU has logits, padding of the last GPU included."""
         return -(-self.vocab_size // self.parallel.tensor)
 
     @property
     def layers(self) -> int:
-        """How many blocks follow one another in a step: all but that of the draft head."""
+        """The number of blocks in a step, without the draft head's."""
         return len(self.blocks) - (self.draft_head is not None)
 
     @cached_property
     def segments(self) -> tuple[LayerSegment[Block], ...]:
-        """Those of the layers; the last is that of the draft head, if there is one."""
+        """The segments of the layers, followed by that of the draft head, if there is one."""
         of_layers, of_draft = derive(self.blocks[: self.layers]), self.blocks[self.layers :]
         return *of_layers, *(LayerSegment(self.layers, (block,), 1) for block in of_draft)
 
@@ -134,16 +136,19 @@ class DecoderSpec:
 
     @property
     def summed_tokens(self) -> int:
-        """The most tokens of a data group whose sums are one launch, where they may be."""
+        """The most tokens of a data group whose sums are one launch, if `sums_fused`."""
         if self.fused_tokens is None:
             return most_tokens(self.stream.hidden_size, self.parallel.gpus)
         return self.fused_tokens
 
     @property
     def sums_fused(self) -> bool:
-        """Whether one launch may sum over the GPUs, add and norm. It sends bfloat16, and the GPUs
-        are one tensor group, or data groups of one GPU each whose tokens meet at experts. Norms of
-        the sums themselves come before the addition."""
+        """Whether one launch may sum over the GPUs, add and norm.
+
+        The launch sends bfloat16. The GPUs must be one tensor group, or data groups of one GPU each
+        whose tokens are gathered at experts. Norms of the outputs themselves (`norms_after`) rule
+        it out, because they come before the addition.
+        """
         parallel, stream = self.parallel, self.stream
         if any(block.norms_after for block in self.blocks):
             return False
@@ -158,21 +163,25 @@ class DecoderSpec:
 
     @property
     def exchanged_in(self) -> tuple[int, int] | None:
-        """(pieces, numbers of one) of a row that GPUs with parts of its pages send each other in
-        one launch; None where XLA's collectives do it."""
+        """(pieces, size of a piece) of a row, if one launch exchanges rows between GPUs.
+
+        The GPUs have parts of the row's pages. None means that XLA's collectives exchange rows.
+        """
         found = {pieces_of(*each.exchanged) for each in self.paged}
         alike = len(found) == 1 and self.sums_fused
         return found.pop() if alike and 1 < self.parallel.context == self.parallel.gpus else None
 
     @property
     def tokens_meet(self) -> bool:
-        """Whether all GPUs have tokens of their own, which meet at experts."""
+        """Whether all GPUs have their own tokens, which are gathered at experts."""
         parallel = self.parallel
         return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
     def layer_of(self, segment: LayerSegment[Block], place: int, following: Array) -> StackedLayer:
-        """The number, within its cache, of the layer at a place of a segment's pattern, in the
-        repeat before `following`."""
+        """Returns a layer's index within its cache.
+
+        The layer is at a place of a segment's pattern, in the repeat before `following`.
+        """
         name = segment.pattern[place].mixer.cache_name
 
         def count(blocks: tuple[Block, ...]) -> int:

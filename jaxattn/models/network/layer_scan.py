@@ -1,7 +1,7 @@
-"""The loop over the repeats of a segment, and where its layers find what is of all repeats.
+"""The loop over the repeats of a segment, and the stacks that layers read in place.
 
-Weights that a kernel reads where they lie stay outside of the loop's slices: their modules are told
-the stack and the layer's number.
+Weights that a kernel reads in place are not sliced by the loop: their modules receive the stack and
+the layer's index.
 """
 
 from collections.abc import Callable
@@ -40,18 +40,18 @@ def scan_layers[Carry](
     unrolled: bool = False,
     together: int = 1,
 ) -> Carry:
-    """`carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
+    """Runs `carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
 
-    A turn of the loop has `together` repeats, which may be one CUDA graph. `together` divides
-    `repeats`.
+    An iteration of the loop runs `together` repeats, which may be one CUDA graph; `together` must
+    divide `repeats`.
 
-    Unrolled, the layers' numbers are constants and nothing counts. That saves a launch of 1.2 us
-    for each repeat, and 1 us of the host's way from one repeat to the next (H200). Launches that
-    are one kernel (`hopper/build/trace_cache.py`) are still lowered and compiled once.
+    If unrolled, the layers' indices are constants. Unrolling saves a launch for the counter, of 1.2
+    us per repeat, and 1 us of host time between repeats (H200). Launches of the same kernel
+    (`hopper/build/trace_cache.py`) are still lowered and compiled only once.
 
-    A `lax.scan` has a counter of its own beside the one that the layers' numbers come from, and
-    XLA adds to both and copies both in every repeat, 3 us of it on an H200. Whatever reads i after
-    i + 1 is made also costs a copy, so the layers' numbers come from i + 1.
+    A `lax.scan` has its own counter in addition to that of the layers' indices. XLA increments and
+    copies both in every repeat, which takes 3 us on an H200. A use of i after i + 1 is computed
+    also costs a copy, so the layers' indices derive from i + 1.
     """
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
@@ -75,12 +75,12 @@ def scan_layers[Carry](
 
 
 def in_repeat(following: Array) -> StackedLayer:
-    """A layer's number in the stacks of its place in the pattern."""
+    """Returns a layer's index in the stacks of its place in the pattern."""
     return StackedLayer(following, 1, -1)
 
 
 def add_then_norm(norm: RMSNorm) -> Callable:
-    """A norm as a function that adds first: (x, added, state) -> (sum, its norm, state)."""
+    """Makes a function of a norm that adds first: (x, added, state) -> (sum, norm, state)."""
 
     def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
         x = x + array_of(added, x.shape)
@@ -92,7 +92,7 @@ def add_then_norm(norm: RMSNorm) -> Callable:
 def add_alone(
     x: Array, added: Any, state: DecodeState, dtype: DTypeLike
 ) -> tuple[Array, Array, DecodeState]:
-    """As `add_then_norm`'s, of a layer that reads the stream as it is, in `dtype`."""
+    """Adds like `add_then_norm`, for a layer that reads the stream unnormed, in `dtype`."""
     x = x + array_of(added, x.shape)
     return x, x.astype(dtype), state
 
@@ -100,27 +100,29 @@ def add_alone(
 def add_norm_in_stack(
     x: Array, added: Any, state: DecodeState, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
-    """As `add_then_norm`'s, by a norm in the stack of all layers' norms."""
+    """Adds and norms like `add_then_norm`, by a norm in the stack of all layers' norms."""
     return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
 
 
 def defer_norm(
     x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
 ) -> tuple[Array, PendingNorm, DecodeState]:
-    """As `add_then_norm`, but the product that reads the norm makes norm and sum; see `summed`."""
+    """Adds like `add_then_norm`, but leaves norm and sum to the next product; see `summed`."""
     return x, PendingNorm(x, added, weights, **options), state
 
 
 def summed(x: Array, normed: Array | PendingNorm) -> Array:
-    """The stream x after what was added before `normed` was made."""
+    """Returns the stream x after the addition that `normed` includes."""
     return normed.total if isinstance(normed, PendingNorm) else x
 
 
 def sum_add_norm(
     x: Array, part: Array, state: DecodeState, *, meet: Callable, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
-    """As `add_norm_in_stack`, where GPUs send each other parts or norms: `meet` is one of
-    `jaxattn.ops.collectives.all_reduce_norm`."""
+    """Adds and norms like `add_norm_in_stack`, with an exchange of parts or norms between GPUs.
+
+    `meet` is an op of `jaxattn.ops.collectives.all_reduce_norm`.
+    """
     features = x.shape[-1]
     with jax.named_scope(SCOPE):
         total, normed, mailbox = meet(
@@ -134,8 +136,7 @@ def sum_add_norm(
 
 
 def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
-    """The state with a layer's arrays, with those of mailboxes that it sent rows through, and with
-    what it hands on."""
+    """Returns the state with a layer's arrays, the mailboxes it used, and what it passes on."""
     for cache in (name, EXCHANGE, MEETING, HANDED_ON):
         own = state.caches.get(cache, {})
         if found := {key: arrays[key] for key in own if key in arrays}:
@@ -144,8 +145,10 @@ def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeSta
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
-    """The weights of a segment that its modules read in their stacks, [repeats, ...] each, by the
-    module's place and the weight's name."""
+    """Returns the weights of a segment that its modules read in their stacks, [repeats, ...] each.
+
+    Keys are the module's place and the weight's name.
+    """
     return {
         (path, name): getattr(module, name)[...]
         for path, module in nnx.iter_modules(pattern)
@@ -159,7 +162,7 @@ def leave_in_stacks(
     following: Array,
     implementation: Implementation | None,
 ) -> None:
-    """Tells the modules of the repeat before `following` where the weights of all of them lie."""
+    """Gives the modules of the repeat before `following` the stacks of their weights."""
     for path, module in nnx.iter_modules(pattern):
         for name, place in getattr(module, "stacked", {}).items():
             found = StackedWeight(stacks[path, name], in_repeat(following), implementation)

@@ -4,7 +4,7 @@ DeepSeek-V3's 61 layers, three with a dense MLP and 58 with experts, are two seg
 
     derive(["dense"] * 3 + ["experts"] * 58)    3 x [dense], 58 x [experts]
 
-A prefix, a repeating body and a tail come out of the list; nobody writes them by hand.
+The list determines a prefix, a repeating body and a tail; nobody writes them by hand.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ MOST_LAYERS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class LayerSegment[Kind]:
-    """`repeats` times the layers of `pattern`; `first` is the number of the first of them."""
+    """A pattern of layers repeated `repeats` times; `first` is the index of the first layer."""
 
     first: int
     pattern: tuple[Kind, ...]
@@ -28,13 +28,13 @@ class LayerSegment[Kind]:
 
 
 def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], ...]:
-    """The segments of a list of layer kinds, in order.
+    """Returns the segments of a list of layer kinds, in order.
 
-    Each layer of a pattern is compiled once, however often the pattern repeats. So the patterns
-    together are as short as they can be; among those, the segments are as few as they can be.
+    Each layer of a pattern is compiled once, however often the pattern repeats. The function
+    therefore minimizes the total length of the patterns, and then the number of segments.
 
     Raises:
-        ValueError: there is no layer, or there are more than `MOST_LAYERS`.
+        ValueError: There are no layers, or more than `MOST_LAYERS`.
     """
     if not 1 <= len(kinds) <= MOST_LAYERS:
         raise ValueError(f"a model must have from 1 to {MOST_LAYERS:,} layers; got {len(kinds):,}")
@@ -48,13 +48,13 @@ def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], .
 
 @lru_cache(maxsize=64)
 def _shortest(kinds: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """(first, period, repeats) of each segment: the best way to go on from each layer, last first.
+    """Returns (first, period, repeats) of each segment, by dynamic programming from the last layer.
 
-    `same[p]` counts the layers from the current one on that equal the one p further.
+    `same[p]` counts the layers from the current one on that equal the layer p further.
     """
     count = len(kinds)
     same = [0] * (count + 1)
-    # (layers of all patterns, segments) from a layer on, and how that begins.
+    # (layers of all patterns, segments) from a layer on, and the segment that begins there.
     best: list[tuple[int, int]] = [(0, 0)] * (count + 1)
     begin: list[tuple[int, int]] = [(0, 0)] * count
     for layer in reversed(range(count)):

@@ -17,15 +17,15 @@ from jaxattn.models.network.residual_collectives import ResidualCollectives, Ste
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedStep:
-    """What all layers of a step with prompts read.
+    """The inputs that all layers of a step with prompts share.
 
     Attributes:
-        lines: of the prompts.
-        rows: those that decode beside the prompts, or None.
-        tokens: of the prompts' lines, and of `rows` behind them.
-        shared: under the name of each cache what its layers share for `rows`.
-        vectors: of each segment its packed parameters, or None.
-        weights: under the name of each cache the small weights of decoding.
+        lines: The layout of the prompts.
+        rows: The rows that decode in the same step, or None.
+        tokens: The tokens of the prompts' lines, followed by those of `rows`.
+        shared: The values that the layers of each cache share for `rows`, by the cache's name.
+        vectors: The packed vectors of each segment, or None.
+        weights: The small weights of decoding, by the cache's name.
     """
 
     collectives: ResidualCollectives
@@ -46,10 +46,10 @@ class MixedStep:
         x: Array,
         state: DecodeState,
     ) -> tuple[Array, DecodeState]:
-        """The stream and the state behind a layer.
+        """Returns the stream and the state after a layer.
 
         Args:
-            stacks: the weights that its feed-forward reads where they lie.
+            stacks: The weights that its feed-forward reads in place.
         """
         block, following = position.block, position.following
         name = block.mixer.cache_name
@@ -69,7 +69,7 @@ class MixedStep:
         arena = state.arena if arena is None else arena
         x = x + layer.given(layer.norm, self.collectives.total(y))
         state = kept(state, name, arrays, arena)
-        # What is named is for decoding: prefill's kernels refuse other models.
+        # A kernel requested by name is for decoding: prefill's kernels reject some models.
         chosen = self.implementation if self.implementation == "xla" else None
         read = layer.read(layer.mlp_norm, x)
         y, _ = self.collectives.feed_forward(

@@ -1,4 +1,4 @@
-"""Parameters as a decoder's steps read them fastest: the small ones together, made on loading."""
+"""Parameters in the form that a decoder's steps read fastest, with the small ones packed."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ from jaxattn.models.network.layer_segments import LayerSegment
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedParams:
-    """Parameters as the steps read them fastest, see `pack_params`.
+    """Parameters in the form that the steps read fastest; see `pack_params`.
 
     Attributes:
-        params: the decoder's, with empty arrays in place of its layers' vectors.
-        vectors: of each segment, float32 [repeats, total]: all vectors of a repeat in one row.
-        weights: under the name of a cache, float32 [L, W]: the small weights of its layers, see
+        params: The decoder's parameters, with empty arrays instead of its layers' vectors.
+        vectors: For each segment, float32 [repeats, total]: all vectors of a repeat in one row.
+        weights: For each cache, by name, float32 [L, W]: the small weights of its layers; see
             `jaxattn.gdn.pack_gdn_weights` and `jaxattn.mla.pack_mla_weights`.
         norms: float32 [2 L, hidden], in the order of the layers: the norm before the mixer, then
             the norm before the feed-forward.
-        beside: `Mixer.beside`, by the number of the segment and the place in its pattern.
+        beside: The results of `Mixer.beside`, by segment and place in its pattern.
     """
 
     params: nnx.State
@@ -38,23 +38,23 @@ class PackedParams:
 
     @property
     def copies(self) -> tuple[Any, ...]:
-        """What is there twice, so that decoding can read it from a stack."""
+        """The arrays that are stored a second time, so that decoding can read them from a stack."""
         return self.weights, self.norms, self.beside
 
 
 def pack_params(
     params: nnx.State | PackedParams, segments: Sequence[LayerSegment[Block]], stream: Stream
 ) -> PackedParams:
-    """Puts the vectors of the layers (norms, gates) together. Do it once, on loading.
+    """Packs the vectors of the layers (norms, gates). Do this once, at load time.
 
-    Inside the layer loop XLA copies each vector out of its stack by a kernel of its own; one row is
-    one copy. What decoding's kernels read is packed a layer at a time as well; prefill reads it
-    where it was. The steps take the parameters packed or not, and compute the same.
+    Inside the layer loop XLA copies each vector out of its stack with a separate kernel, whereas
+    one row is one copy. The inputs of decoding's kernels are also packed per layer; prefill reads
+    them unpacked. The steps accept packed and unpacked parameters, and compute the same.
     """
     if isinstance(params, PackedParams):
         return params
     stacks: Any = params["segments"]
-    # One program: to compile one for each array takes a second.
+    # One program, because compiling one per array takes a second.
     small, nothing = jax.jit(lambda stacks: _small(stacks, segments))(stacks)
     empty = {
         s: _without_vectors(stacks[s], segment, nothing[s]) for s, segment in enumerate(segments)
@@ -73,10 +73,10 @@ def pack_params(
 
 
 def _small(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> tuple[Any, list[list[Array]]]:
-    """What is packed of the layers, and what is left of each segment's vectors.
+    """Returns the packed small parameters, and the rest of each segment's vectors.
 
     Returns:
-        (vectors, weights, norms) of `PackedParams`, and arrays without numbers.
+        (vectors, weights, norms) of `PackedParams`, and arrays without elements.
     """
     found = [vectors_of(stacks[s], segment) for s, segment in enumerate(segments)]
     vectors = tuple(
@@ -87,7 +87,7 @@ def _small(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> tuple[Any, l
 
 
 def _without_vectors(stack: Any, segment: LayerSegment[Block], left: Sequence[Array]) -> Any:
-    """A segment's parameters, with what is left in the place of its vectors."""
+    """Returns a segment's parameters with `left` instead of its vectors."""
     each = iter(left)
     return jax.tree.map_with_path(
         lambda path, leaf: next(each) if is_vector(path, leaf, segment) else leaf, stack
@@ -95,7 +95,7 @@ def _without_vectors(stack: Any, segment: LayerSegment[Block], left: Sequence[Ar
 
 
 def _replace(module: Any, packed: Mapping[str, Array]) -> None:
-    """Puts parameters in the place of those with these names, as in "gate_proj.weight"."""
+    """Replaces the parameters with these names, such as "gate_proj.weight"."""
     for name, array in packed.items():
         *inner, last = name.split(".")
         holder = functools.reduce(operator.getitem, inner, module)
@@ -103,8 +103,10 @@ def _replace(module: Any, packed: Mapping[str, Array]) -> None:
 
 
 def is_vector(path: Any, leaf: Any, segment: LayerSegment[Block]) -> bool:
-    """Whether a stacked parameter [repeats, n] is packed: of a block's norms, or of a mixer whose
-    `pack` gives decoding what it reads. The steps read all others where they are.
+    """Returns whether a stacked parameter [repeats, n] is packed.
+
+    Packed are a block's norms, and the vectors of a mixer whose `pack` provides decoding's inputs.
+    The steps read all others in place.
     """
     if leaf.ndim != 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return False
@@ -116,13 +118,13 @@ def is_vector(path: Any, leaf: Any, segment: LayerSegment[Block]) -> bool:
 
 
 def vectors_of(stack: Any, segment: LayerSegment[Block]) -> list[Any]:
-    """The packed parameters of a segment, in order."""
+    """Returns the packed parameters of a segment, in order."""
     leaves = jax.tree.leaves_with_path(stack)
     return [leaf for path, leaf in leaves if is_vector(path, leaf, segment)]
 
 
 def _mixer_weights(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> dict[str, Array]:
-    """Those of each cache in the order of its layers, segment after segment."""
+    """Returns the weights of each cache in the order of its layers, segment after segment."""
     found: dict[str, list[Array]] = {}
     for s, segment in enumerate(segments):
         of_cache: dict[str, list[Array]] = {}

@@ -1,7 +1,7 @@
-"""Collectives over the residual stream: sums of layers' outputs over GPUs; none on one GPU.
+"""Collectives over the residual stream, which sum layers' outputs over GPUs; none on one GPU.
 
-Where `fused`, a step sums in the launches of its norms (`ops/collectives/all_reduce_norm.py`). What
-a layer gives is then one GPU's part, until the next norm.
+If `fused`, a step sums in the launches of its norms (`ops/collectives/all_reduce_norm.py`). A
+layer's output is then one GPU's part, until the next norm.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class StepTokens:
     """The tokens of a step, padding included.
 
     Attributes:
-        valid: whether a token is no padding.
-        everyones: the same of all data groups, where their tokens meet at experts.
-        shares: what of each kind of feed-forward this GPU computes.
+        valid: Whether each token is not padding.
+        everyones: The same for all data groups, if their tokens are gathered at experts.
+        shares: This GPU's share of each kind of feed-forward.
     """
 
     valid: Array
@@ -63,20 +63,20 @@ class ResidualCollectives:
     spec: DecoderSpec
 
     def total(self, y: Array, over: Dimension = "tensor") -> Array:
-        """The sum of what the GPUs have of a layer's output."""
+        """Returns the sum of the GPUs' parts of a layer's output."""
         return all_reduce(y, self.spec.parallel, over, self.spec.stream.dtype)
 
     def added_dtype(self, x: Array) -> DTypeLike:
-        """Of what a layer adds to the stream x: as GPUs sent it, where those of all layers do."""
+        """Returns the dtype of addends to the stream: that of transfers, if all layers use them."""
         parallel = self.spec.parallel
         return self.spec.stream.dtype if parallel.data == 1 < parallel.tensor else x.dtype
 
     def meets(self, block: Block) -> bool:
-        """Whether the tokens of all data groups meet at a layer's feed-forward."""
+        """Returns whether the tokens of all data groups are gathered at a layer's feed-forward."""
         return block.feed_forward.summed_over == "experts" and self.spec.parallel.experts_meet
 
     def part(self, y: Array, fused: bool) -> Array:
-        """What one GPU adds to the tokens of all; of tokens of its own, between zeros."""
+        """Returns one GPU's addend for all tokens, with zeros for other GPUs' own tokens."""
         parallel = self.spec.parallel
         if not (fused and self.spec.tokens_meet):
             return y
@@ -85,7 +85,7 @@ class ResidualCollectives:
         return lax.dynamic_update_slice_in_dim(whole, y, first, axis=0)
 
     def local_total(self, y: Array) -> Array:
-        """The sum of the GPUs' parts of this GPU's tokens."""
+        """Returns the sum of the GPUs' parts for this GPU's tokens."""
         return local_shard(self.total(y, "all"), self.spec.parallel, "data")
 
     def feed_forward(
@@ -101,13 +101,14 @@ class ResidualCollectives:
         fused: bool = False,
         apart: bool = False,
     ) -> tuple[Any, Arena | None]:
-        """A layer's feed-forward; tokens of all data groups meet where experts do.
+        """Runs a layer's feed-forward, and gathers all data groups' tokens if experts need it.
 
         Args:
-            stacks: the weights that it reads where they lie, of all repeats.
-            following: the repeat after the layer's.
-            fused: the tokens have met, and the output is one GPU's part, see `part`.
-            apart: whether the output may be an `ExpertOutputs`.
+            stacks: The weights of all repeats, which it reads in place.
+            following: The repeat after the layer's.
+            fused: Whether the tokens are gathered already, and the output is one GPU's part (see
+                `part`).
+            apart: Whether the output may be an `ExpertOutputs`.
         """
         parallel, over = self.spec.parallel, block.feed_forward.summed_over
         meets, valid = self.meets(block), tokens.valid

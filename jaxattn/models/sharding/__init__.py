@@ -1,9 +1,9 @@
 """Sharding of a decoder over GPUs: its layers, and their parameters.
 
     divided(model, parallel)      the model that one GPU runs (decoder.py)
-    Cut                           what GPUs have of one parameter (axis_sharding.py)
+    AxisSharding                  a GPU's part of one parameter (axis_sharding.py)
 
-Each family of layers has one file, which says both for its layers.
+Each family of layers has one file, which defines both for its layers.
 """
 
 from jaxattn.models.sharding.attention import divided_gqa as divided_gqa

@@ -1,8 +1,8 @@
-"""Attention on several GPUs: by heads, and its pages by heads or by the place in a row.
+"""Attention on several GPUs: by heads, and its pages by heads or by the position in a row.
 
-MLA's latents and an indexer's keys have no heads. Each GPU of a group has all of them, or with
-`context` a part of each row's pages. Grouped-query attention has the
-key-value heads of its queries; GPUs that share a row's pages have the same ones.
+MLA's latents and an indexer's keys have no heads. Each GPU of a group holds all of them, or with
+`context` a part of each row's pages. For grouped-query attention a GPU holds the key-value heads of
+its queries; GPUs that share a row's pages hold the same ones.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxattn.parallel import Parallel
 
 @divided_layer.register
 def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[MLA]:
-    """MLA by heads; what makes the latents is whole on every GPU."""
+    """Divides MLA by heads; the projections to latents are whole on every GPU."""
     heads, ways = mixer.num_heads, parallel.tensor
     if heads % ways:
         raise refuse("attention heads", heads, "tensor", ways)
@@ -49,7 +49,7 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[
 
 @divided_layer.register
 def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQA]:
-    """Grouped-query attention by heads."""
+    """Divides grouped-query attention by heads."""
     heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     ways, kv_ways = parallel.tensor, parallel.size("heads")
     if heads % ways:

@@ -1,12 +1,12 @@
-"""Sharding of a parameter along one of its axes: the ranges that one GPU has.
+"""Sharding of a parameter along one of its axes: the ranges that one GPU holds.
 
 The columns q | k | v of a projection with 4 query and 2 key heads of D, over 2 GPUs:
 
     GPU 0    0 .. 2D    4D .. 5D    6D .. 7D
     GPU 1    2D .. 4D   5D .. 6D    7D .. 8D
 
-So a GPU's own columns are again q | k | v, of fewer heads. Of heads that are fewer than GPUs, each
-GPU has the one that its others belong to.
+A GPU's own columns are thus q | k | v again, with fewer heads. If there are fewer heads than GPUs,
+each GPU holds the one that its other heads use.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from jaxattn.parallel import Dimension, Parallel
 
 @dataclasses.dataclass(frozen=True)
 class AxisSharding:
-    """How one axis of a parameter is divided.
+    """The sharding of one axis of a parameter.
 
     Attributes:
-        axis: counted from the last, -1: stacks have more axes in front.
-        over: what the GPUs of a part are to each other.
-        heads: the axis, as runs of (count, width): so many heads of so many numbers.
-        whole: how many of the runs, the last ones, every GPU has all of.
+        axis: The axis, counted from the last (-1), because stacks have additional leading axes.
+        over: The dimension of the layout whose GPUs divide the axis.
+        heads: The axis as runs of (count, width): `count` heads of `width` elements each.
+        whole: Number of runs at the end that every GPU holds completely.
     """
 
     axis: int
@@ -40,7 +40,7 @@ class AxisSharding:
     whole: int = 0
 
     def ranges(self, part: int, parts: int) -> list[tuple[int, int]]:
-        """(begin, end) of what one of `parts` GPUs has, in order. Padding lies past the end."""
+        """Returns one GPU's (begin, end) ranges in order; padding lies past the end."""
         found, before = [], 0
         for number, (count, width) in enumerate(self.heads):
             first, own = 0, count
@@ -51,17 +51,17 @@ class AxisSharding:
         return found
 
     def spec(self, dims: int, parallel: Parallel) -> dict[int, tuple[str, ...]]:
-        """The mesh axes of a dimension of a parameter of `dims`."""
+        """Returns the mesh axes of the sharded dimension, for a parameter of `dims` dimensions."""
         return {dims + self.axis: parallel.axes(self.over)}
 
 
-# Of a parameter that every GPU has all of.
+# The shardings of a parameter's axes; WHOLE if every GPU holds all of it.
 type Cuts = tuple[AxisSharding, ...]
 WHOLE: Cuts = ()
 
 
 def own_heads(count: int, part: int, parts: int) -> tuple[int, int]:
-    """(first, how many) of `count` heads that one of `parts` GPUs has, rounded up."""
+    """Returns (first, count) of `count` heads on one of `parts` GPUs, rounded up."""
     if count >= parts:
         own = -(-count // parts)
         return part * own, own
@@ -69,12 +69,12 @@ def own_heads(count: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def divides(count: int, parts: int) -> bool:
-    """Whether heads go over so many GPUs: in equal numbers, or each to as many GPUs."""
+    """Returns whether GPUs can hold equally many heads each, or equally many can share one."""
     return count % parts == 0 or parts % count == 0
 
 
 def partition_spec(cuts: Cuts, dims: int, parallel: Parallel) -> PartitionSpec:
-    """The PartitionSpec of a parameter of `dims` dimensions."""
+    """Returns the PartitionSpec of a parameter of `dims` dimensions."""
     axes: dict[int, tuple[str, ...]] = {}
     for cut in cuts:
         axes |= cut.spec(dims, parallel)
@@ -82,7 +82,7 @@ def partition_spec(cuts: Cuts, dims: int, parallel: Parallel) -> PartitionSpec:
 
 
 def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
-    """What GPU number `gpu` has of a whole parameter, NumPy's or JAX's."""
+    """Returns GPU `gpu`'s share of a whole parameter, a NumPy or JAX array."""
     for cut in cuts:
         axis = x.ndim + cut.axis
         ranges = cut.ranges(parallel.part(cut.over, gpu), parallel.size(cut.over))
@@ -91,7 +91,7 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
 
 
 def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
-    """What all GPUs have of a whole parameter, part after part along each axis that is cut."""
+    """Returns the shares of all GPUs, concatenated along each sharded axis."""
     for cut in cuts:
         parts = parallel.size(cut.over)
         ranges = [each for part in range(parts) for each in cut.ranges(part, parts)]
@@ -106,7 +106,7 @@ def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
 
 
 def own_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) -> tuple[int, ...]:
-    """The shape of what each GPU has of a whole parameter; it is the same on every GPU."""
+    """Returns the shape of each GPU's share of a whole parameter; it is the same on every GPU."""
     sizes = list(shape)
     for cut in cuts:
         ranges = cut.ranges(0, parallel.size(cut.over))
@@ -126,15 +126,15 @@ def _ranges_of(x: Any, axis: int, ranges: tuple[tuple[int, int], ...]) -> Any:
 
 
 def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisSharding:
-    """The cut of a linear as its FP8 weight has it, [out, in], or the scales of its blocks.
+    """Returns the sharding of a linear for its FP8 weight, [out, in], or for its block scales.
 
     Args:
-        cut: of the weight [in, out].
-        parts: GPUs that have a part each.
-        name: of the linear, for the message.
+        cut: The sharding of the weight [in, out].
+        parts: Number of GPUs that hold one part each.
+        name: Name of the linear, for the message.
 
     Raises:
-        ShardingError: a part ends within a block of scales.
+        ShardingError: A part ends within a block of scales.
     """
     axis = -3 - cut.axis
     if not scales:
@@ -154,10 +154,10 @@ def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisShardi
 
 
 def of_tiles(cut: AxisSharding, parts: int, name: str, form: FourBitFormat) -> AxisSharding:
-    """The cut of a linear as its weight of 4 bits has it, tiles of [out, in].
+    """Returns the sharding of a linear for its 4-bit weight, tiles of [out, in].
 
     Raises:
-        ShardingError: a part ends within a tile.
+        ShardingError: A part ends within a tile.
     """
     side = {-1: ROWS, -2: form.columns}[cut.axis]
     tiles = []
@@ -175,12 +175,12 @@ def of_tiles(cut: AxisSharding, parts: int, name: str, form: FourBitFormat) -> A
 
 @dataclasses.dataclass(frozen=True)
 class ShardedLayer[Layer]:
-    """A mixer or a feed-forward as one GPU has it.
+    """A mixer or a feed-forward as it is on one GPU.
 
     Attributes:
-        layer: with fewer heads or columns.
-        cuts: of its parameters by name; those of a linear or norm under the name of the module.
-            The others are whole.
+        layer: The layer with fewer heads or columns.
+        cuts: The shardings of its parameters by name; for a linear or norm, by the module's name.
+            Other parameters are whole.
     """
 
     layer: Layer
@@ -188,11 +188,11 @@ class ShardedLayer[Layer]:
 
 
 class ShardingError(ValueError):
-    """A model has no such layout; the message says which it has."""
+    """A model does not support a layout; the message lists the supported ones."""
 
 
 def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> ShardingError:
-    """The error of heads or columns that so many GPUs cannot divide."""
+    """Returns the error for heads or columns that this number of GPUs cannot divide."""
     possible = ", ".join(str(n) for n in range(1, most + 1) if divides(count, n) and n <= count)
     return ShardingError(
         f"{flag}={given} does not divide the {count} {what}; possible values are {possible}"
@@ -201,10 +201,10 @@ def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> Shar
 
 @functools.singledispatch
 def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[Any]:
-    """A mixer or a feed-forward as one GPU has it, and how its parameters are cut.
+    """Returns a mixer or a feed-forward as it is on one GPU, with the shardings of its parameters.
 
     Raises:
-        ShardingError: it has no such layout, or none is known.
+        ShardingError: The layer does not support the layout, or no rule for it exists.
     """
     raise ShardingError(
         f"there is no sharding rule for {type(layer).__name__}; register one with "

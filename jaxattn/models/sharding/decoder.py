@@ -1,7 +1,7 @@
-"""A decoder on several GPUs: the model that each of them runs, and where its parameters lie.
+"""A decoder on several GPUs: the model that each GPU runs, and the placement of its parameters.
 
-The embedding is whole on every GPU, since a step reads a row per token of it. The head is divided
-by vocabulary. One matrix that is both is divided too, and a token's row comes from the GPU that has
+The embedding is whole on every GPU, because a step reads one row of it per token. The head is
+divided by vocabulary. A tied matrix is divided too, and a token's row comes from the GPU that holds
 it.
 """
 
@@ -40,11 +40,11 @@ from jaxattn.parallel import DeviceGroup, Parallel
 class ShardedDecoder(DecoderModel):
     """The model that each GPU of a layout runs, with fewer heads, columns or experts.
 
-    Its parameters, caches and scratch are those of one GPU. Its steps run inside `jax.shard_map`
-    over the mesh of a `DeviceGroup`, and return logits of one part of the vocabulary.
+    Parameters, caches and scratch are those of one GPU. The steps run inside `jax.shard_map` over
+    the mesh of a `DeviceGroup`, and return the logits of one part of the vocabulary.
 
     Attributes:
-        undivided: the model that the GPUs divide.
+        undivided: The model that the GPUs divide.
     """
 
     undivided: DecoderModel = dataclasses.field(kw_only=True)
@@ -54,7 +54,7 @@ class ShardedDecoder(DecoderModel):
         return self.undivided
 
     def param_shapes(self) -> nnx.State:
-        """Those of the whole model, cut: layouts share its trace."""
+        """Returns the whole model's shapes, divided, so that all layouts share its trace."""
 
         def share(path: Any, leaf: Any) -> Any:
             cuts = self.cuts_of(key_of(path))
@@ -87,7 +87,7 @@ class ShardedDecoder(DecoderModel):
         return joined(leaf, self.cuts_of(key_of(path)), self.parallel)
 
     def own_params(self, params: nnx.State, gpu: int) -> nnx.State:
-        """What GPU number `gpu` has of the whole model's parameters, where those lie."""
+        """Returns GPU `gpu`'s share of the whole model's parameters, on their current device."""
 
         def share(path: Any, leaf: Any) -> Any:
             return own(leaf, self.cuts_of(key_of(path)), self.parallel, gpu)
@@ -95,15 +95,17 @@ class ShardedDecoder(DecoderModel):
         return jax.tree.map_with_path(share, params)
 
     def cuts_of(self, key: tuple[Any, ...]) -> Cuts:
-        """How the parameter at `key` of the whole model's state is cut."""
+        """Returns the shardings of the parameter at `key` of the whole model's state."""
         return cuts_of(self.whole, self.parallel, key)
 
 
 def divided(model: Model, parallel: Parallel) -> Model:
-    """The model that one GPU of the layout runs, a `ShardedDecoder`; on one GPU, the model itself.
+    """Returns the model that one GPU of the layout runs, a `ShardedDecoder`.
+
+    On one GPU this is the model itself.
 
     Raises:
-        ShardingError: the model has no such layout; the message says what it has.
+        ShardingError: The model does not support the layout; the message says what it supports.
     """
     if parallel.gpus == 1:
         return model
@@ -120,7 +122,7 @@ def divided(model: Model, parallel: Parallel) -> Model:
     made = ShardedDecoder(local, model.tokens, undivided=model)
     for key, leaf in nnx.to_flat_state(model.param_shapes()):
         if key[-1] == "scale" or leaf.dtype == jnp.uint8:
-            made.cuts_of(key)  # refuses cuts within blocks of FP8, or tiles of 4 bits
+            made.cuts_of(key)  # rejects cuts within FP8 blocks or 4-bit tiles
     return made
 
 
@@ -131,7 +133,7 @@ def _divided_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block
 
 
 def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cuts:
-    """How the parameter at `key` of a whole model's state is cut."""
+    """Returns the shardings of the parameter at `key` of a whole model's state."""
     spec = model.spec
     by_vocabulary = ((spec.vocab_size, 1),)
     match key:
@@ -156,10 +158,10 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
 
 
 def _with_specs(model: ShardedDecoder, state: nnx.State) -> nnx.State:
-    """The state with a PartitionSpec in place of each parameter."""
+    """Returns the state with a PartitionSpec instead of each parameter."""
 
     def spec(path: Any, leaf: Any) -> Any:
-        # What `pack` left empty is the same on every GPU.
+        # Arrays that `pack` left empty are the same on every GPU.
         cuts = model.cuts_of(key_of(path)) if leaf.size else WHOLE
         return partition_spec(cuts, len(leaf.shape), model.parallel)
 
@@ -167,12 +169,12 @@ def _with_specs(model: ShardedDecoder, state: nnx.State) -> nnx.State:
 
 
 def key_of(path: Any) -> tuple[Any, ...]:
-    """A parameter's place in `nnx.to_flat_state`, from its path in a tree of JAX."""
+    """Converts a path in a JAX tree to a parameter's key in `nnx.to_flat_state`."""
     return tuple(each.key for each in path if hasattr(each, "key"))
 
 
 def layouts(model: DecoderModel, gpus: int) -> Iterator[Parallel]:
-    """Every layout of so many GPUs that the model has."""
+    """Yields every layout of `gpus` GPUs that the model supports."""
     numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
     for tensor in numbers:
         for context in (n for n in numbers if tensor % n == 0):

@@ -1,7 +1,7 @@
-"""Delta rules on several GPUs: by value heads, with the key heads that they read.
+"""Delta rules on several GPUs: divided by value heads, with the key heads that they read.
 
-A state is a row's whole history, so it is divided by heads alone. Of key heads that are fewer than
-GPUs each GPU has one, and computes its share of the convolution for itself.
+A state is a row's whole history, so only heads can divide it. If there are fewer key heads than
+GPUs, each GPU holds one, and computes its share of the convolution itself.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxattn.parallel import Parallel
 
 @divided_layer.register
 def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[GDN]:
-    """A gated delta net by heads; the columns q | k | v | z of a GPU are again q | k | v | z."""
+    """Divides a gated delta net by heads; a GPU's columns q | k | v | z are q | k | v | z again."""
     ways = parallel.tensor
     if mixer.num_v_heads % ways:
         raise refuse("value heads", mixer.num_v_heads, "tensor", ways)
@@ -49,7 +49,7 @@ def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[
 
 @divided_layer.register
 def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> ShardedLayer[KDA]:
-    """Kimi Delta Attention by heads; the narrow side of its low-rank gates is whole everywhere."""
+    """Divides Kimi Delta Attention by heads; the narrow side of its low-rank gates stays whole."""
     ways, heads = parallel.tensor, mixer.num_heads
     if heads % ways:
         raise refuse("heads", heads, "tensor", ways)

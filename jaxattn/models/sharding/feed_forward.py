@@ -1,7 +1,7 @@
-"""Feed-forwards on several GPUs: an MLP by columns, experts by columns, whole, or both.
+"""Feed-forwards on several GPUs: an MLP by columns; experts by columns, whole, or both.
 
-Shared experts that lie behind the routed ones in the stack are on every GPU that has whole experts,
-and each GPU computes them for a part of the tokens.
+Shared experts that follow the routed ones in the stack are on every GPU with whole experts, and
+each GPU computes them for a part of the tokens.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jaxattn.parallel import Dimension, Parallel
 
 @divided_layer.register
 def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[MLP]:
-    """A gated MLP: columns of the first two products, rows of the last."""
+    """Divides a gated MLP: columns of the first two products, rows of the last."""
     size, ways = layer.intermediate_size, parallel.tensor
     if size % ways:
         raise refuse("columns of an MLP", size, "tensor", ways)
@@ -33,7 +33,7 @@ def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[
 
 @divided_layer.register
 def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[MoE]:
-    """A mixture of experts; the router is whole on every GPU, so that all choose alike."""
+    """Divides a mixture of experts; the router is whole on every GPU, so that all choose alike."""
     experts, size = layer.router.experts, layer.expert_size
     groups, columns = parallel.size("expert"), parallel.size("columns")
     all_of_them = parallel.size("experts")
@@ -64,7 +64,7 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[
         shared_size=layer.shared_size // shared,
         parallel=parallel,
     )
-    # The routed experts by number, and behind them the shared ones.
+    # The routed experts by number, followed by the shared ones.
     runs = ((experts, 1), (layer.always, 1)) if layer.always else ((experts, 1),)
     whole = 1 if layer.always else 0
 

@@ -4,7 +4,7 @@
     ("segments", 1, "layers", 0, "mlp", "down_proj")               experts, whole ones
     ("embedding",)                                                 embedding, by vocabulary
 
-This is the one table of it. A plan takes its lines from here, and a mesh its shardings.
+This is the only such table: plans take their lines from it, and meshes their shardings.
 """
 
 import dataclasses
@@ -17,25 +17,25 @@ from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
-# Of a parameter in `nnx.to_flat_state`.
+# The key of a parameter in `nnx.to_flat_state`.
 type Path = tuple[Any, ...]
-# "experts": each GPU has whole ones. "attention": by heads, and "dense": by columns, rows or
-# vocabulary, where those are tensor-parallel. "all": on every GPU.
+# "experts": each GPU holds whole experts. "attention": by heads, and "dense": by columns, rows or
+# vocabulary, if those are tensor-parallel. "all": on every GPU.
 type Split = Literal["experts", "attention", "dense", "all"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamRole:
-    """What a parameter is.
+    """The role of a parameter.
 
     Attributes:
-        line: of the plan.
-        split: how GPUs divide it.
-        stacked: how many leading axes count layers or experts.
-        published_fp8: an FP8 checkpoint stores it in FP8.
-        scales: it holds the scales of quantized numbers.
-        always: of a stack of experts the last, which every token takes: the shared ones.
-        form: of numbers of 4 bits, in tiles.
+        line: Line of the plan.
+        split: How GPUs divide it.
+        stacked: Number of leading axes that count layers or experts.
+        published_fp8: Whether an FP8 checkpoint stores it in FP8.
+        scales: Whether it holds scales of quantized numbers.
+        always: Number of shared experts, the last of a stack, which every token uses.
+        form: Format of 4-bit numbers in tiles, or None.
     """
 
     line: str
@@ -47,13 +47,13 @@ class ParamRole:
     form: FourBitFormat | None = None
 
     def numbers(self, shape: tuple[int, ...]) -> int:
-        """Numbers of a parameter of this shape, without scales that lie beside them."""
+        """Returns the number of elements of such a parameter, without scales in its tiles."""
         if self.form is None:
             return math.prod(shape)
         return math.prod(shape[:-3]) * math.prod(self.form.matrix(shape))
 
 
-# Of a mixer: the latents and low-rank queries have no heads.
+# Parameters of mixers that are divided by heads; latents and low-rank queries have no heads.
 _BY_HEADS = (
     "q_proj", "q_b_proj", "w_uk", "w_uv", "o_proj", "k_proj", "v_proj", "sinks",
     "in_proj_qkvz", "in_proj_ba", "conv1d", "A_log", "dt_bias", "out_proj",
@@ -64,7 +64,7 @@ _WHOLE = (
     "q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm", "q_norm", "k_norm", "norm", "in_proj_fg_a",
     "o_bias",
 )  # fmt: skip
-# What FP8 checkpoints leave in bfloat16.
+# Parameters that FP8 checkpoints store in bfloat16.
 _NEVER_FP8 = (
     "in_proj_ba",
     "in_proj_b",
@@ -95,10 +95,10 @@ _SCALE = "scale"  # of a linear's FP8 weight
 
 
 def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
-    """What the parameter at `key` of a decoder's state is.
+    """Returns the role of the parameter at `key` of a decoder's state.
 
     Raises:
-        ValueError: the table does not know it.
+        ValueError: The table does not contain it.
     """
     match key:
         case ("embedding",):
@@ -181,14 +181,13 @@ def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
 def with_local_heads(
     model: DecoderModel, ways: int, cache_dtype: str | None = None
 ) -> DecoderModel:
-    """The model with the mixers that one of `ways` GPUs has: fewer heads, each whole. An indexer
-    has all of its heads on each.
+    """Returns the model with the mixers of one of `ways` GPUs: fewer heads, each whole.
 
-    Caches and scratch of the result are those of one GPU.
+    Each GPU has all heads of an indexer. Caches and scratch of the result are those of one GPU.
 
     Args:
-        ways: divides the heads; of heads that are fewer, each GPU has one.
-        cache_dtype: of the pages; None leaves them as the model has them.
+        ways: Number of GPUs that divide the heads; if there are fewer heads, each GPU has one.
+        cache_dtype: Dtype of the pages. None keeps the model's.
     """
     if ways == 1 and cache_dtype is None:
         return model

@@ -3,16 +3,16 @@
     FloatEncoding      the weight itself, bfloat16, float16 or float32
     Fp8BlockEncoding   F8_E4M3 numbers, and a scale `weight_scale_inv` for each 128 x 128 block
     Fp8ScaledEncoding  F8_E4M3 numbers, and a scale for each row or for all
-    Mxfp4Encoding      two numbers of 4 bits in a byte of `_blocks`, a power of two for 32 of them
+    Mxfp4Encoding      two 4-bit numbers in a byte of `_blocks`, a power of two for 32 of them
     Int4GroupEncoding  eight numbers in an I32 word of `weight_packed`, a scale for 32 or 128
                        columns, and with `weight_zero_point` a zero point
     ZeroPointEncoding  as AWQ and GPTQ store them (`zero_point_encodings.py`)
-    FourBitEncoding    one of the three before that stays 4 bits, in tiles with its scales
+    FourBitEncoding    one of the previous three, kept in 4 bits, in tiles with its scales
     Fp8NumberEncoding  FP8 numbers that stay FP8
-    ScaleEncoding      scales that stay beside them
+    ScaleEncoding      scales that stay next to them
 
-`decode` runs on the device, on whole blocks of a weight's leading rows, or of its columns where
-these lead in the tensors.
+`decode` runs on the device, on whole blocks of a weight's leading rows, or of its columns if these
+come first in the tensors.
 """
 
 import abc
@@ -30,7 +30,7 @@ from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, dequant
 FLOATS = ("bfloat16", "float16", "float32")
 FP8 = "float8_e4m3fn"
 SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-SHAPES = ("int32", "int64")  # compressed-tensors writes the second since 0.20
+SHAPES = ("int32", "int64")  # compressed-tensors writes int64 since 0.20
 INT4_PER_WORD = 8
 
 type Shape = tuple[int, ...]
@@ -38,16 +38,17 @@ type Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class EncodedTensor:
-    """A tensor that a weight is stored in, or one of several.
+    """A tensor in which a weight is stored, or one of several.
 
     Attributes:
-        name: the tensor's.
-        shape: as it has to be.
-        dtypes: those that it may have.
-        rows: so many of the weight's rows lie in one of its rows, or so many columns where the
-            encoding is `by_columns`; 0: it is not placed, and has to hold `numbers` or `each_of`.
-        numbers: what a tensor that is not placed has to hold.
-        each_of: what each of its numbers may be.
+        name: Name of the tensor.
+        shape: Required shape.
+        dtypes: Allowed dtypes.
+        rows: Number of the weight's rows in one of its rows, or of columns if the encoding is
+            `by_columns`. 0 means that the tensor is not loaded, and must contain `numbers` or
+            `each_of`.
+        numbers: Required contents of a tensor that is not loaded.
+        each_of: Allowed values of each of its numbers.
     """
 
     name: str
@@ -60,35 +61,34 @@ class EncodedTensor:
 
 @dataclasses.dataclass(frozen=True)
 class WeightEncoding(abc.ABC):
-    """How a weight is stored. Equal objects decode alike."""
+    """The storage format of a weight. Equal objects decode alike."""
 
     @property
     def by_columns(self) -> bool:
-        """The tensors begin with the axis of the weight's columns, and are cut into blocks of
-        these."""
+        """Whether the tensors begin with the axis of the weight's columns, and blocks divide it."""
         return False
 
     @property
     def rows_together(self) -> int:
-        """A block has a multiple of so many of the weight's rows, or columns."""
+        """The number of rows, or columns, of which a block has a multiple."""
         return 1
 
     @property
     def column_step(self) -> int:
-        """So many columns are one step along the axis that the parameter has for them."""
+        """The number of columns per step along the parameter's axis of columns."""
         return 1
 
     @abc.abstractmethod
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        """The tensors of a weight with this name and shape.
+        """Returns the tensors of a weight with this name and shape.
 
         Raises:
-            ValueError: a weight of this shape cannot be stored so.
+            ValueError: A weight of this shape cannot be stored in this format.
         """
 
     @abc.abstractmethod
     def decode(self, parts: Sequence[Array]) -> Array:
-        """The weights [n, rows, ...] of n blocks, of each part's [n, ...]; float32 or as stored."""
+        """Decodes parts [n, ...] to weights [n, rows, ...] of n blocks, float32 or as stored."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Fp8NumberEncoding(FloatEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleEncoding(WeightEncoding):
-    """Floats of 16 or 32 bits, or powers of two in E8M0; float32 in the parameters."""
+    """Floats of 16 or 32 bits, or powers of two in E8M0; the parameters are float32."""
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         return (EncodedTensor(name, shape, SCALES),)
@@ -119,7 +119,7 @@ class ScaleEncoding(WeightEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8BlockEncoding(WeightEncoding):
-    """FP8 numbers with one scale for each block; `scale` is the end of their tensor's name."""
+    """FP8 numbers with one scale per block; `scale` is the suffix of the scales' name."""
 
     scale: str = "_scale_inv"
 
@@ -140,11 +140,11 @@ class Fp8BlockEncoding(WeightEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8ScaledEncoding(WeightEncoding):
-    """FP8 numbers with one scale for each row ("channel"), or with a single one.
+    """FP8 numbers with one scale per row ("channel"), or with a single one.
 
     Attributes:
-        by_row: the scales are [rows, 1].
-        scale: the end of their tensor's name.
+        by_row: Whether the scales are [rows, 1].
+        scale: Suffix of the scales' name.
     """
 
     by_row: bool
@@ -168,8 +168,11 @@ class CodeEncoding(WeightEncoding):
 
     @abc.abstractmethod
     def codes(self, parts: Sequence[Array]) -> tuple[Array, Array, Array | None]:
-        """The codes [n, ..., rows, columns], the scales as they are stored, [n, ..., rows, groups],
-        and the zero points, where each group has one of its own."""
+        """Returns the codes [n, ..., rows, columns], the scales and the zero points.
+
+        Scales [n, ..., rows, groups] have their stored dtype. Zero points are None unless each
+        group has its own.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Int4Encoding(CodeEncoding):
     """Integers of 4 bits: a weight is (code - zero point) * scale in float32.
 
     Attributes:
-        group: so many columns share a scale and a zero point.
+        group: Number of columns that share a scale and a zero point.
     """
 
     group: int = 32
@@ -192,11 +195,12 @@ class Int4Encoding(CodeEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class Int4GroupEncoding(Int4Encoding):
-    """Number j of a word is its column 8 w + j: bits 4 j to 4 j + 3. The zero point is 8, or of
-    each group its own, of which a word has eight rows.
+    """INT4 in groups, where bits 4 j to 4 j + 3 of word w hold column 8 w + j.
+
+    The zero point is 8, or each group has its own, of which a word holds eight rows.
 
     Attributes:
-        zeros: whether groups have zero points of their own ("symmetric": false).
+        zeros: Whether each group has its own zero point ("symmetric": false).
     """
 
     zeros: bool = False
@@ -233,9 +237,10 @@ class Int4GroupEncoding(Int4Encoding):
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Encoding(CodeEncoding):
-    """Experts [E, in, out], of which `_blocks` has the columns [E, out] one after another: 16 bytes
-    of 32 numbers each. The lower half of a byte is the first number. bfloat16, as transformers
-    makes them.
+    """MXFP4 experts [E, in, out], of which `_blocks` stores the columns [E, out] one after another.
+
+    A block is 16 bytes of 32 numbers; the lower half of a byte is the first number. The numbers
+    decode to bfloat16, as in transformers.
     """
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
@@ -266,12 +271,12 @@ class Mxfp4Encoding(CodeEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class FourBitEncoding(WeightEncoding):
-    """Numbers of 4 bits that stay so, in tiles with their scales (`core.numerics.four_bit_tiles`).
+    """Numbers of 4 bits that stay 4 bits, in tiles with scales (`core.numerics.four_bit_tiles`).
 
     Attributes:
-        of: how they are stored.
-        interleaved: of MXFP4 experts, so many matrices have their rows in turn; the tiles of one
-            come before those of the next. 0: one matrix.
+        of: Format in which the folder stores the numbers.
+        interleaved: Number of matrices whose rows MXFP4 experts interleave; the tiles of one matrix
+            come before those of the next. 0 means one matrix.
     """
 
     of: CodeEncoding
@@ -309,14 +314,14 @@ class FourBitEncoding(WeightEncoding):
 
 
 def _nibbles(words: Int[Array, "n a b"], axis: int) -> Int[Array, "n c d"]:
-    """The eight numbers of each word, one after another along an axis."""
+    """Returns the eight numbers of each word, one after another along an axis."""
     places = jnp.arange(0, 32, 4, dtype=jnp.int32)
     numbers = jnp.expand_dims(words, axis + 1) >> places.reshape(-1, *(1,) * (2 - axis)) & 15
     return numbers.reshape(*words.shape[:axis], -1, *words.shape[axis + 1 :])
 
 
 def _scales(stored: Float[Array, "..."] | Int[Array, "..."]) -> Float[Array, "..."]:
-    """Float32 scales; E8M0, which comes as uint8, is float32's exponent."""
+    """Converts scales to float32; E8M0, which comes as uint8, is float32's exponent."""
     if stored.dtype != jnp.uint8:
         return stored.astype(jnp.float32)
     exponents = stored.astype(jnp.uint32)

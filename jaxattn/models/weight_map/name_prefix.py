@@ -1,11 +1,11 @@
-"""The prefix of a folder's tensor names: the text model alone, or a part of a larger one.
+"""The prefix of a folder's tensor names, for a text model by itself or inside a larger model.
 
 model.                  the text model; families place their tensors under these names
 model.language_model.   in a model with a vision tower, as transformers 5 saves it
 language_model.model.   the same as publishers and transformers 4 spell it; transformers 5.24
                         writes Kimi-K2.5's layers as "blocks" there
 language_model.         the text model without its head, inside another one
-(none)                  the text model without its head, saved alone
+(none)                  the text model without its head, saved by itself
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ PREFIXES = (PLAIN, "model.language_model.", NESTED, "language_model.", "")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPrefix:
-    """How a folder spells what a family calls "model.*" and "lm_head.*".
+    """A folder's spelling of the names "model.*" and "lm_head.*" of a family.
 
     Attributes:
-        layers: in the place of "model.".
-        head: in the place of "lm_head.".
-        numbered: the word before a layer's number.
+        layers: Prefix instead of "model.".
+        head: Prefix instead of "lm_head.".
+        numbered: The word before a layer's number.
     """
 
     layers: str = PLAIN
@@ -32,7 +32,7 @@ class TensorPrefix:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "TensorPrefix":
-        """The spelling of a folder with tensors of these names; a family's own where none fits."""
+        """Returns the spelling of a folder with these names, or a family's own if none fits."""
         names = list(names)
         for layers in PREFIXES:
             for word in ("layers", "blocks") if layers == NESTED else ("layers",):
@@ -42,12 +42,12 @@ class TensorPrefix:
         return cls()
 
     def spelled(self, name: str) -> str:
-        """A family's name as the folder spells it."""
+        """Converts a family's name to the folder's spelling."""
         name = _replaced(name, (PLAIN, self.layers), (HEAD, self.head))
         return _replaced(name, (f"{self.layers}layers.", f"{self.layers}{self.numbered}."))
 
     def plain(self, name: str) -> str:
-        """A folder's name as the families spell it; of other parts of a model it stays."""
+        """Converts a folder's name to the families' spelling; other parts' names do not change."""
         if self.layers or name.startswith(("layers.", "embed", "word_embeddings.", "norm.")):
             name = _replaced(name, (f"{self.layers}{self.numbered}.", f"{self.layers}layers."))
             return _replaced(name, (self.head, HEAD), (self.layers, PLAIN))

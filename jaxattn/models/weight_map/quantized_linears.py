@@ -1,9 +1,9 @@
-"""Linears outside of the experts that stay FP8 or 4 bits, and the places of numbers and scales.
+"""Linears other than experts that stay FP8 or 4 bits, and the mapping of numbers and scales.
 
-A linear stays FP8 in all layers of a kind or in none. It then is [out, in], as published but for
-the order of columns, beside a scale for each block of 128 x 128 (`jaxattn.nn.Fp8Linear`). What has
-a shape that no kernel reads becomes bfloat16 on loading, as what would cut blocks of scales
-(`Matrix.fits_fp8`).
+A linear stays FP8 in all layers of a kind or in none. The weight of such a linear is [out, in] as
+published, except for the order of columns, with a scale for each block of 128 x 128
+(`jaxattn.nn.Fp8Linear`). A linear becomes bfloat16 at load time if no kernel supports its shape, or
+if its parts would cut blocks of scales (`Matrix.fits_fp8`).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxattn.nn.four_bit_linear import FourBitLinears
 
 
 def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> DecoderModel:
-    """The model whose linears are FP8 where they can be, but for those of these names."""
+    """Returns the model with FP8 linears wherever possible, except those named in `without`."""
     stream = model.spec.stream
 
     def changed(layer: Any) -> Any:
@@ -51,8 +51,10 @@ def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> Deco
 def with_four_bit_linears(
     model: DecoderModel, form: FourBitFormat, without: Collection[str] = ()
 ) -> DecoderModel:
-    """The model whose linears of attention and MLPs are of 4 bits where they can be, but for those
-    of these names."""
+    """Returns the model with 4-bit linears of attention and MLPs wherever possible.
+
+    Linears named in `without` are excluded.
+    """
     stream = model.spec.stream
 
     def changed(layer: Any) -> Any:
@@ -69,11 +71,11 @@ def with_four_bit_linears(
 def not_four_bits(
     model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
 ) -> set[str]:
-    """The 4-bit linears that cannot be: parts that are put in another order, or floats.
+    """Returns the 4-bit linears that cannot stay so: reordered parts, or floats.
 
     Args:
-        placed: of a family.
-        floats: whether the weight of this name is no INT4.
+        placed: The mapping of a family.
+        floats: Whether the weight of a name is not INT4.
     """
     found = set()
     for each in placed:
@@ -95,20 +97,19 @@ def _with_layers(model: DecoderModel, changed: Callable[[Any], Any]) -> DecoderM
 
 
 def linear_of(spec: DecoderSpec, key: Key) -> str | None:
-    """The name of the FP8 or 4-bit linear that a parameter is of, "q_proj" or "shared.down_proj";
-    None where it is of no such linear."""
+    """Returns the name of a parameter's quantized linear, such as "shared.down_proj", or None."""
     found = _quantized(spec, key)
     return found and found[0]
 
 
 def four_bit_form(spec: DecoderSpec, key: Key) -> FourBitFormat | None:
-    """The format of the 4-bit linear that a parameter is of; None where it is of no such linear."""
+    """Returns the format of a parameter's 4-bit linear, or None if it belongs to none."""
     found = _quantized(spec, key)
     return found[1].form if found and isinstance(found[1], FourBitLinears) else None
 
 
 def _quantized(spec: DecoderSpec, key: Key) -> tuple[str, tuple[str, ...] | FourBitLinears] | None:
-    """(a linear's name, the names of its layer's quantized linears, where it is one)."""
+    """Returns (a quantized linear's name, the names of all such linears of its layer), or None."""
     match key:
         case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names, _):
             block = spec.segments[number].pattern[place]
@@ -121,11 +122,11 @@ def _quantized(spec: DecoderSpec, key: Key) -> tuple[str, tuple[str, ...] | Four
 def in_floats(
     spec: DecoderSpec, placed: Iterable[WeightMapping], dtypes: Mapping[str, str]
 ) -> set[str]:
-    """The FP8 linears of which a folder has a weight in floats.
+    """Returns the FP8 linears for which a folder stores a weight in floats.
 
     Args:
-        placed: of `kept`.
-        dtypes: of the folder's tensors, by name.
+        placed: The mapping from `kept`.
+        dtypes: Dtypes of the folder's tensors, by name.
     """
     return {
         str(linear_of(spec, each.key))
@@ -139,22 +140,22 @@ def in_floats(
 def listed(
     spec: DecoderSpec, placed: Iterable[WeightMapping], modules: Collection[str]
 ) -> set[str]:
-    """The FP8 or 4-bit linears of which a list has a module.
+    """Returns the FP8 or 4-bit linears that a list of modules names.
 
     Args:
-        placed: of a family.
-        modules: of `is_listed`.
+        placed: The mapping of a family.
+        modules: As for `is_listed`.
     """
     found = ((linear_of(spec, each.key), each.name) for each in placed)
     return {name for name, tensor in found if name and is_listed(tensor, modules)}
 
 
 def is_listed(name: str, modules: Collection[str]) -> bool:
-    """Whether a tensor is of a module of a list.
+    """Returns whether a tensor belongs to a module of a list.
 
     Args:
-        modules: "model.layers.0.mlp.shared_expert", "o_proj", "model.layers.0.". What stands before
-            the layers is spelled in several ways, and does not count.
+        modules: Names such as "model.layers.0.mlp.shared_expert", "o_proj" or "model.layers.0.".
+            The part before the layers has several spellings, and is ignored.
     """
     pattern = _pattern(tuple(map(str, modules)))
     return bool(modules) and pattern.search(_of_layer(name)) is not None
@@ -162,7 +163,7 @@ def is_listed(name: str, modules: Collection[str]) -> bool:
 
 @functools.cache
 def _pattern(modules: tuple[str, ...]) -> re.Pattern[str]:
-    """Of the names of these modules and all below them."""
+    """Returns a pattern that matches these modules and everything below them."""
     return re.compile("|".join(re.escape(_of_layer(each)) for each in modules))
 
 
@@ -172,7 +173,7 @@ def _of_layer(name: str) -> str:
 
 
 def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightMapping]:
-    """The tensors of a checkpoint, of FP8 linears the numbers and their scales."""
+    """Yields a checkpoint's tensors; for an FP8 linear, its numbers and its scales."""
     for each in placed:
         if linear_of(spec, each.key) is None:
             yield each
@@ -197,7 +198,7 @@ def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightM
 
 
 def _rows(change: WeightTransform, block: int) -> WeightTransform:
-    """The change of a tensor that is not transposed, whose rows are of `block` rows each."""
+    """Returns the transform for an untransposed tensor with one row per `block` rows."""
     match change:
         case Transpose(first):
             return WriteRowsAt(first // block)

@@ -1,8 +1,8 @@
 """The mapping of a published checkpoint's tensors to a decoder's parameters.
 
-Published linears are [out, in], the modules' weights [in, out], and a decoder stacks its layers. A
-`WeightMapping` says for one tensor which parameter it fills, which row of the stack, and what is
-done to it on the way. That happens on the device, to blocks of the tensor's leading rows.
+Published linears are [out, in], the modules' weights are [in, out], and a decoder stacks its
+layers. A `WeightMapping` defines, for one tensor, the parameter that it fills, the row of the
+stack, and the transform. Transforms run on the device, on blocks of the tensor's leading rows.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ class WeightMapping:
     """A published tensor and the parameter that it fills.
 
     Attributes:
-        name: the tensor's.
-        shape: as it is published.
-        key: of the parameter in the decoder's state.
-        index: where it lies in a stack: (), (repeat,) or (repeat, expert).
-        stored: as what it has to be stored; None: as what it is.
+        name: Name of the tensor.
+        shape: Published shape.
+        key: Key of the parameter in the decoder's state.
+        index: Its place in a stack: (), (repeat,) or (repeat, expert).
+        stored: Required encoding. None means any supported one.
     """
 
     name: str
@@ -52,20 +52,20 @@ class WeightMapping:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMapping:
-    """A layer's place in a decoder, and its names: `prefix` is published, "model.layers.7"."""
+    """A layer's place in a decoder, and the published prefix of its names, "model.layers.7"."""
 
     prefix: str
     key: Key
     repeat: int
 
     def linear(self, name: str, out: int, inner: int, *path: str, first: int = 0) -> WeightMapping:
-        """A linear; of several side by side, the one whose columns begin at `first`."""
+        """Maps a linear; among several side by side, the one whose columns begin at `first`."""
         return self._of(f"{name}.weight", (out, inner), (*path, "weight"), Transpose(first))
 
     def groups(
         self, name: str, groups: int, sizes: tuple[int, ...], inner: int, *path: str
     ) -> list[WeightMapping]:
-        """A linear whose rows are groups of parts: the first parts of all groups come first."""
+        """Maps a linear whose rows are groups of parts; the groups' first parts come first."""
         group, found, begin = sum(sizes), [], 0
         for size in sizes:
             change = SplitGroupColumns(group, begin, size, groups * begin)
@@ -75,7 +75,7 @@ class LayerMapping:
         return found
 
     def matrix(self, name: str, out: int, inner: int, *path: str) -> WeightMapping:
-        """A linear whose parameter is a matrix and no module."""
+        """Maps a linear whose parameter is a matrix instead of a module."""
         return self._of(f"{name}.weight", (out, inner), path, Transpose())
 
     def vector(
@@ -86,7 +86,7 @@ class LayerMapping:
     def taps(
         self, name: str, channels: int, taps: int, *path: str, first: int = 0
     ) -> WeightMapping:
-        """A depthwise convolution's; of several side by side, that of the channels from `first`."""
+        """Maps depthwise taps; among several side by side, those of the channels from `first`."""
         return self._of(f"{name}.weight", (channels, 1, taps), path, SqueezeConvTaps(first))
 
     def expert(
@@ -99,7 +99,7 @@ class LayerMapping:
         below: int = 0,
         stored: WeightEncoding | None = None,
     ) -> WeightMapping:
-        """A linear of one expert: of [E, rows, in] in the stack, the rows from `below` on."""
+        """Maps a linear of one expert to the rows from `below` on of [E, rows, in] in the stack."""
         index = (self.repeat, expert)
         key = (*self.key, *path)
         tensor = f"{self.prefix}.{name}.weight"
@@ -115,7 +115,7 @@ class LayerMapping:
         number: int | None = None,
         stored: WeightEncoding,
     ) -> WeightMapping:
-        """A linear of one expert in tiles of 4 bits: of [E, n, ...] the `number`-th, or all."""
+        """Maps one expert's linear in 4-bit tiles to the `number`-th of [E, n, ...], or to all."""
         index, key = (self.repeat, expert), (*self.key, *path)
         tensor = f"{self.prefix}.{name}.weight"
         return WeightMapping(tensor, (out, inner), key, index, WriteTiles(number), stored)
@@ -123,8 +123,11 @@ class LayerMapping:
     def expert_scale(
         self, name: str, expert: int, out: int, inner: int, *path: str, number: int | None = None
     ) -> WeightMapping:
-        """The scales of one expert's FP8 linear: of [E, n, rows, columns] in the stack the
-        `number`-th, or all of [E, rows, columns]."""
+        """Maps the scales of one expert's FP8 linear.
+
+        The scales' place is the `number`-th of [E, n, rows, columns] in the stack, or all of [E,
+        rows, columns].
+        """
         index = (self.repeat, expert)
         tensor = f"{self.prefix}.{name}.weight_scale_inv"
         change = Identity() if number is None else WriteIndex(number)
@@ -140,14 +143,14 @@ class LayerMapping:
         *path: str,
         stored: WeightEncoding | None,
     ) -> WeightMapping:
-        """A linear of the shared experts, which are some of the stack's."""
+        """Maps a linear of the shared experts, which are part of the stack."""
         tensor, key = f"{self.prefix}.{name}.weight", (*self.key, *path)
         return WeightMapping(tensor, (out, inner), key, (self.repeat,), change, stored)
 
     def shared_scale(
         self, name: str, out: int, inner: int, change: WeightTransform, *path: str
     ) -> WeightMapping:
-        """The scales of such a linear in FP8."""
+        """Maps the scales of such a linear in FP8."""
         tensor, key = f"{self.prefix}.{name}.weight_scale_inv", (*self.key, *path)
         return WeightMapping(
             tensor, block_counts(out, inner), key, (self.repeat,), change, ScaleEncoding()
@@ -156,11 +159,11 @@ class LayerMapping:
     def plain(
         self, name: str, shape: tuple[int, ...], *path: str, change: WeightTransform = IDENTITY
     ) -> WeightMapping:
-        """A tensor of which `name` is the whole name; it goes as it is without a `change`."""
+        """Maps a tensor with the full name `name`, unchanged unless `change` is given."""
         return self._of(name, shape, path, change)
 
     def flat(self, name: str, shape: tuple[int, ...], *path: str) -> WeightMapping:
-        """A tensor [1, ...] that becomes a vector; `name` is the whole of its name."""
+        """Maps a tensor [1, ...] with the full name `name` to a vector."""
         return self._of(name, shape, path, Flatten())
 
     def kv_b(self, name: str, heads: int, keys: int, values: int, rank: int) -> list[WeightMapping]:
@@ -179,7 +182,7 @@ class LayerMapping:
 
 
 def layer_places(spec: DecoderSpec) -> list[LayerMapping]:
-    """The place of each layer, in order."""
+    """Returns the place of each layer, in order."""
     found = {}
     for number, segment in enumerate(spec.segments):
         for repeat in range(segment.repeats):
@@ -193,11 +196,11 @@ def layer_places(spec: DecoderSpec) -> list[LayerMapping]:
 def ends(
     spec: DecoderSpec, norm: WeightTransform = IDENTITY, embedding: str = "embed_tokens"
 ) -> list[WeightMapping]:
-    """Embedding, last norm and, unless it is tied, the head.
+    """Maps embedding, last norm and, unless it is tied, the head.
 
     Args:
-        norm: what is done to the norm's weight.
-        embedding: its name.
+        norm: Transform of the norm's weight.
+        embedding: Name of the embedding.
     """
     vocab, hidden = spec.vocab_size, spec.stream.hidden_size
     found = [

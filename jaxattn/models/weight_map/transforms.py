@@ -1,4 +1,4 @@
-"""Transforms of a published tensor's blocks of rows on their way to the parameters."""
+"""Transforms of blocks of a published tensor's rows into parts of parameters."""
 
 import abc
 import dataclasses
@@ -13,12 +13,12 @@ from jaxattn.core.numerics.fp8_block_scaling import interleave_columns
 
 @dataclasses.dataclass(frozen=True)
 class WeightTransform(abc.ABC):
-    """What is done to a tensor's rows.
+    """A transform of a tensor's rows.
 
     Attributes:
-        columns_axis: of the parameter, counted from its last: where a matrix's columns go one after
-            another; None: nowhere.
-        anywhere: the same change of rows wherever they go; one program places all blocks of it.
+        columns_axis: Axis of the parameter, counted from the last, along which a matrix's columns
+            follow one another. None if there is no such axis.
+        anywhere: The same transform without its destination, so that one program places all blocks.
     """
 
     columns_axis: ClassVar[int | None] = None
@@ -29,16 +29,16 @@ class WeightTransform(abc.ABC):
 
     @property
     def rows_together(self) -> int:
-        """A block has a multiple of so many of the tensor's leading rows."""
+        """The number of leading rows of the tensor of which a block has a multiple."""
         return 1
 
     @abc.abstractmethod
     def block(self, rows: Array) -> Array:
-        """The part of the parameter that a block of rows becomes."""
+        """Returns the part of the parameter that a block of rows becomes."""
 
     @abc.abstractmethod
     def start(self, row: int, dims: int) -> tuple[int, ...]:
-        """Where that part begins in the parameter, for a block that begins at `row`."""
+        """Returns where this part begins in the parameter, for a block that begins at `row`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Identity(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class WriteRowsAt(WeightTransform):
-    """As it is, below the first `first` rows of the parameter."""
+    """Keeps the rows, and writes them after the first `first` rows of the parameter."""
 
     first: int
 
@@ -73,7 +73,7 @@ class WriteRowsAt(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class WriteIndex(WeightTransform):
-    """As it is, number `number` along an axis that the parameter has before the tensor's."""
+    """Keeps the rows, and writes them at index `number` of an additional leading axis."""
 
     number: int
 
@@ -92,10 +92,10 @@ class WriteIndex(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class WriteTiles(WeightTransform):
-    """Tiles of a matrix of 4 bits as they are, below the first `first` rows of the parameter.
+    """Keeps tiles of a 4-bit matrix, and writes them after the parameter's first `first` rows.
 
     Attributes:
-        number: along an axis that the parameter has before them; None: it has none.
+        number: Index along an additional leading axis. None if there is no such axis.
     """
 
     number: int | None = None
@@ -118,8 +118,10 @@ class WriteTiles(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitExpertRows(WeightTransform):
-    """Of a matrix as wide as several experts, `width` rows for each: experts `first` and on, and
-    in each of them the place `within`."""
+    """Splits a matrix into experts of `width` rows, and writes them from expert `first` on.
+
+    `within` is the place in each expert.
+    """
 
     width: int
     first: int
@@ -145,7 +147,7 @@ class SplitExpertRows(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitExpertColumns(WeightTransform):
-    """Of a matrix as wide as several experts, `width` columns for each: experts `first` and on."""
+    """Splits a matrix into experts of `width` columns, and writes them from expert `first` on."""
 
     width: int
     first: int
@@ -159,10 +161,11 @@ class SplitExpertColumns(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class TransposeExperts(WeightTransform):
-    """Of experts [E, in, out] the matrices [E, out, in].
+    """Transposes experts [E, in, out] to [E, out, in].
 
     Attributes:
-        parts: so many matrices have their columns in turn; then all rows of one follow each other.
+        parts: Number of matrices whose columns are interleaved; the result has all rows of one
+            matrix before those of the next.
     """
 
     parts: int = 1
@@ -178,7 +181,7 @@ class TransposeExperts(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitInterleaved(WeightTransform):
-    """Of vectors [E, N] whose numbers are of `parts` vectors in turn, those one after another."""
+    """Splits vectors [E, N], which interleave `parts` vectors, into these one after another."""
 
     parts: int
 
@@ -191,7 +194,7 @@ class SplitInterleaved(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(WeightTransform):
-    """[out, in] becomes [in, out], of a wider parameter the columns from `first` on."""
+    """Transposes [out, in] to [in, out], the columns from `first` on of a wider parameter."""
 
     first: int = 0
 
@@ -210,8 +213,10 @@ class Transpose(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitGroupRows(WeightTransform):
-    """Of each group of `group` rows the `size` rows from `begin` on. Those of all groups become the
-    rows from `first` on."""
+    """Takes the `size` rows from `begin` on of each group of `group` rows.
+
+    The rows of all groups become the parameter's rows from `first` on.
+    """
 
     group: int
     begin: int
@@ -238,7 +243,7 @@ class SplitGroupRows(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitGroupColumns(SplitGroupRows):
-    """The rows of `SplitGroupRows`, transposed: they become the columns from `first` on."""
+    """The rows of `SplitGroupRows`, transposed to the parameter's columns from `first` on."""
 
     columns_axis: ClassVar[int | None] = -2
 
@@ -251,7 +256,7 @@ class SplitGroupColumns(SplitGroupRows):
 
 @dataclasses.dataclass(frozen=True)
 class PairColumns(WeightTransform):
-    """Another change of FP8 numbers, whose columns are then put in pairs."""
+    """Applies another transform to FP8 numbers, then arranges their columns in pairs."""
 
     of: WeightTransform
 
@@ -272,7 +277,7 @@ class PairColumns(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class AddOne(WeightTransform):
-    """1 + w, added in float32."""
+    """Computes 1 + w in float32."""
 
     def block(self, rows: Array) -> Array:
         return 1 + rows.astype(jnp.float32)
@@ -283,7 +288,7 @@ class AddOne(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SqueezeConvTaps(WeightTransform):
-    """[channels, 1, taps] becomes [channels, taps], below the parameter's first `first` rows."""
+    """Reshapes [channels, 1, taps] to [channels, taps], from row `first` of the parameter on."""
 
     first: int = 0
 
@@ -300,7 +305,7 @@ class SqueezeConvTaps(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class Flatten(WeightTransform):
-    """A tensor with one leading row becomes a vector."""
+    """Flattens a tensor with one leading row to a vector."""
 
     def block(self, rows: Array) -> Array:
         return rows.reshape(-1)
@@ -311,7 +316,7 @@ class Flatten(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitKeyHeads(WeightTransform):
-    """Of `kv_b_proj` [H * (U + V), R] the keys, [H, U, R]."""
+    """Takes the keys, [H, U, R], of `kv_b_proj` [H * (U + V), R]."""
 
     keys: int
     values: int
@@ -331,7 +336,7 @@ class SplitKeyHeads(WeightTransform):
 
 @dataclasses.dataclass(frozen=True)
 class SplitValueHeads(SplitKeyHeads):
-    """Of `kv_b_proj` [H * (U + V), R] the values, [H, R, V]."""
+    """Takes the values, [H, R, V], of `kv_b_proj` [H * (U + V), R]."""
 
     columns_axis: ClassVar[int | None] = -2
 

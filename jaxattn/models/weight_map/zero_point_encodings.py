@@ -1,15 +1,15 @@
 """INT4 weights whose groups have zero points, as AWQ and GPTQ publish them.
 
-Of a linear "x.weight" [out, in] a folder has `x.qweight`, `x.scales` [in / group, out] and
-`x.qzeros` [in / group, out / 8]; a weight is (code - zero point) * scale. Eight numbers lie in an
-I32 word, the first one in its lowest bits:
+For a linear "x.weight" [out, in], a folder contains `x.qweight`, `x.scales` [in / group, out] and
+`x.qzeros` [in / group, out / 8]. A weight is (code - zero point) * scale. An I32 word holds eight
+numbers, with the first in its lowest bits:
 
     AWQ   qweight [in, out / 8]; the eight are outputs 0 2 4 6 1 3 5 7 of the word, also in qzeros
     GPTQ  qweight [in / 8, out]; the eight are consecutive inputs, in qzeros consecutive outputs
 
-GPTQ's first version stores words of zero points less 0x11111111, so that a zero point 0 borrows
-from the next one. A symmetric matrix has 8 everywhere; some folders have it as the second version
-does, but say that they are of the first. `x.g_idx` has the group of each input.
+GPTQ's first version subtracts 0x11111111 from words of zero points, so a zero point of 0 borrows
+from the next one. A symmetric matrix has 8 everywhere. Some folders store it in the second
+version's form but claim to be of the first. `x.g_idx` holds the group of each input.
 """
 
 import abc
@@ -28,7 +28,7 @@ from jaxattn.models.weight_map.encodings import (
     Shape,
 )
 
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of each of its outputs
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # place in a word of each of its outputs
 IN_ORDER = tuple(range(INT4_PER_WORD))
 ONES = 0x11111111
 SYMMETRIC = (0x77777777, 0x88888888 - 2**32)  # words of zero points of 8, by version
@@ -40,7 +40,7 @@ class ZeroPointEncoding(Int4Encoding):
 
     @property
     def zeros(self) -> bool:
-        """Whether groups have other zero points than 8."""
+        """Whether groups have zero points other than 8."""
         return True
 
     @property
@@ -68,7 +68,7 @@ class ZeroPointEncoding(Int4Encoding):
 
     @abc.abstractmethod
     def _numbers(self, name: str, out: int, inner: int) -> EncodedTensor:
-        """The tensor of codes."""
+        """Returns the tensor of codes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +84,11 @@ class AwqEncoding(ZeroPointEncoding):
 
 @dataclasses.dataclass(frozen=True)
 class GptqEncoding(ZeroPointEncoding):
-    """Words of inputs.
+    """GPTQ's words of inputs.
 
     Attributes:
-        offset: of the zero points; 1 in the first version, 0 in "gptq_v2"; None: symmetric, all
-            are 8.
+        offset: Offset of the zero points: 1 in the first version, 0 in "gptq_v2". None means
+            symmetric, with 8 everywhere.
     """
 
     offset: int | None = None
@@ -126,7 +126,7 @@ class GptqEncoding(ZeroPointEncoding):
 
 
 def _numbers_of(words: Int[Array, "n a b"], places: Sequence[int]) -> Int[Array, "n a c"]:
-    """The eight numbers of each word, by their places in it."""
+    """Returns the eight numbers of each word, by their places in it."""
     numbers = words[..., None] >> (4 * jnp.array(places, jnp.int32)) & 15
     return numbers.reshape(*words.shape[:2], -1)
 
@@ -137,5 +137,5 @@ def _swapped(x: Array) -> Array:
 
 @functools.cache
 def _groups(inner: int, group: int) -> tuple[int, ...]:
-    """The group of each input, in order."""
+    """Returns the group of each input, in order."""
     return tuple(i // group for i in range(inner))

@@ -1,1 +1,1 @@
-"""Parts of all causal attentions of tokens to themselves: packed sequences and gradients."""
+"""Packed sequences and gradients, which all causal attention ops without a cache share."""

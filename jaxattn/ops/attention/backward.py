@@ -1,7 +1,7 @@
-"""Gradients of causal attention around their kernel: gate, sinks, padding, and what is kept for it.
+"""Gradients of causal attention: gate, sinks and padding around the backward kernel, and residuals.
 
-Beside its operands the backward pass takes the output and the LSE, so no forward kernel runs twice.
-Under `jax.checkpoint` both have the names of `RESIDUALS`, for policies such as
+Besides its operands the backward pass reads the saved output and LSE, so no forward kernel runs
+twice. Under `jax.checkpoint` both have the names in `RESIDUALS`, for policies such as
 `jax.checkpoint_policies.save_only_these_names`.
 """
 
@@ -22,13 +22,14 @@ RESIDUALS = ("attention_out", "attention_lse")
 
 
 class CausalOperands(NamedTuple):
-    """
+    """The differentiable operands of causal attention, and the bounds of its sequences.
+
     Attributes:
         q: [B, T, H, D].
         k, v: [B, T, Hk, D] and [B, T, Hk, Dv].
-        k_rest: [B, T, P], the last of the keys' dims where all heads share them, or None.
-        sinks, gate: as for `gqa_decode`.
-        lengths, first: of `SegmentBounds`.
+        k_rest: [B, T, P], the last of the keys' dims if all heads share them, or None.
+        sinks, gate: As for `gqa_decode`.
+        lengths, first: Those of `SegmentBounds`.
     """
 
     q: jax.Array
@@ -43,10 +44,11 @@ class CausalOperands(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalScoring:
-    """
+    """The static options of causal attention.
+
     Attributes:
-        scale, window, soft_cap: as for `gqa_decode`.
-        whole: whether all rows are known to be as long as they look: there is no padding then.
+        scale, window, soft_cap: As for `gqa_decode`.
+        whole: Whether every row is known to have T valid tokens, so that there is no padding.
     """
 
     scale: float
@@ -55,7 +57,7 @@ class CausalScoring:
     whole: bool
 
     def first_seen(self, first: jax.Array | None, tokens: int) -> jax.Array | None:
-        """The first key that each token sees, its window included, [B, T] or [1, T]."""
+        """Returns the first key that each token sees, with the window applied, [B, T] or [1, T]."""
         if self.window is None:
             return first
         begin = jnp.maximum(jnp.arange(tokens, dtype=jnp.int32) - (self.window - 1), 0)[None]
@@ -68,11 +70,11 @@ type Attend = Callable[[CausalOperands], tuple[jax.Array, jax.Array]]
 def with_backward_kernel(
     op: str, forward: Attend, scores: CausalScoring, *, interpret: bool
 ) -> Attend:
-    """`forward`, an attention's (out, lse) by its kernel, differentiated by the backward kernel."""
+    """Gives `forward`, which returns (out, lse) by a kernel, the backward kernel's gradient."""
     differentiable = jax.custom_vjp(forward)
 
     def keep(operands: CausalOperands) -> Any:
-        # Not `forward`: of a second gradient the error is this one's, too.
+        # Not `forward`, so that a second differentiation raises this function's error too.
         out, lse = map(checkpoint_name, differentiable(operands), RESIDUALS)
         return (out, lse), (operands, out, lse)
 
@@ -94,12 +96,12 @@ def _backward(
     d_out: jax.Array,
     d_lse: jax.Array,
 ) -> CausalOperands:
-    """The operands' gradients, None of those without one."""
+    """Returns the operands' gradients, with None for operands without one."""
     q, k, v, k_rest, sinks, gate, lengths, first = operands
     there = (jnp.arange(q.shape[1]) < lengths[:, None])[..., None]
 
     def kept(x: jax.Array) -> jax.Array:
-        """Zeros for padding, which may be NaN."""
+        """Returns x with zeros for padding, which may be NaN."""
         return (
             x
             if scores.whole
@@ -108,8 +110,8 @@ def _backward(
 
     d_out, d_lse = map(kept, (d_out, d_lse))
     product = d_out.astype(jnp.float32) * out.astype(jnp.float32)
-    # Of the output before the gate the sum is the same: what divides one factor multiplies the
-    # other.
+    # The sum is the same for the output before the gate: the factor that the gate divides out of
+    # one array multiplies the other.
     delta = product.sum(axis=-1) - d_lse
     d_gate = None
     if gate is not None:
@@ -118,7 +120,7 @@ def _backward(
         d_out = (d_out * opens).astype(q.dtype)
     d_sinks = None
     if sinks is not None:
-        # A key of no value: its score's gradient is its weight times -delta.
+        # A sink is a key without a value: its score's gradient is its weight times -delta.
         weight = jnp.exp(sinks - jnp.where(lse == -jnp.inf, jnp.inf, lse))
         d_sinks = -(weight * delta).sum(axis=(0, 1))
     grads = attention_backward(

@@ -1,4 +1,4 @@
-"""Sequences packed behind one another in a row: the first token that each token sees."""
+"""Sequences packed one after another in a row: the first token that each token sees."""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from jaxattn.core.validation.array_checks import keep_concrete
 
 
 class SegmentBounds(NamedTuple):
-    """Which tokens are there, and which of them see each other: token t sees first[t] to t.
+    """The valid tokens of each row and their visibility: token t sees first[t] to t.
 
     Attributes:
-        lengths: valid tokens of each row.
-        first: not decreasing in a row. None: all see token 0.
-        whole: whether all rows are known to be as long as they look.
+        lengths: Number of valid tokens of each row.
+        first: First token that each token sees, non-decreasing along a row. None means token 0.
+        whole: Whether every row is known to have T valid tokens.
     """
 
     lengths: Int[Array, "B"]
@@ -30,7 +30,7 @@ class SegmentBounds(NamedTuple):
     def checked(
         cls, arguments: OpArguments, q: jax.Array, lengths: Any, segment_ids: Any, cu_seqlens: Any
     ) -> "SegmentBounds":
-        """Of an op's arguments; it raises in the op's name."""
+        """Returns the bounds of an op's arguments after checking them; errors name the op."""
         op, (batch, tokens) = arguments.op, q.shape[:2]
         but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
         limit: Any = np.full(batch, tokens, np.int32)
@@ -43,7 +43,7 @@ class SegmentBounds(NamedTuple):
             known, ids = arguments.integers("segment_ids", segment_ids, "B T")
             _check_sorted(op, known, limit)
             there = _tokens_of_sequences(ids, valid, jnp)
-            # Of a traced row whose ids are not sorted nothing is valid.
+            # A traced row whose ids are not sorted has no valid tokens.
             ordered = ~jnp.any(_falls(ids, there), axis=1)
             count = there.sum(axis=1, dtype=jnp.int32)
             return cls(jnp.where(ordered, count, 0), _first_of_run(ids), False)
@@ -56,21 +56,21 @@ class SegmentBounds(NamedTuple):
         assert ends is not None
         token = jnp.arange(tokens, dtype=jnp.int32)
         sequence = jnp.searchsorted(ends[1:-1], token, side="right", method="compare_all")
-        # Of traced ones that fall, or lead out of the row, nothing is valid.
+        # Traced offsets that decrease, or exceed the row, make all tokens invalid.
         sound = (ends[0] == 0) & jnp.all(ends[1:] >= ends[:-1]) & (ends[-1] <= tokens)
         lengths = jnp.where(sound, ends[-1:], 0)
         return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
     def isolated(self, x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
-        """Tokens of which no NaN and no infinity passes to another sequence, as 0 * NaN would.
+        """Masks tokens so that no NaN or infinity reaches another sequence, as 0 * NaN would.
 
         Args:
             x: [B, T, D].
-            dtype: that x is rounded to, which may make an infinity of a number.
+            dtype: The dtype to which x will be rounded, which may turn a number into an infinity.
 
         Returns:
-            (x with zeros for padding and for tokens that are not finite, which tokens [B, T] have
-            such a one in their sequence, at their place or before it). None without sequences.
+            (x with zeros for padding and for non-finite tokens; bool [B, T], whether a token or an
+            earlier one of its sequence is non-finite). The second is None without sequences.
         """
         if self.first is None:
             return x, None
@@ -83,22 +83,22 @@ class SegmentBounds(NamedTuple):
 
 
 def _tokens_of_sequences(ids: Any, lengths: Any, xp: Any) -> Any:
-    """Which tokens are of a sequence, bool [B, T], in NumPy or JAX.
+    """Returns which tokens belong to a sequence, bool [B, T], in NumPy or JAX.
 
-    Packed training data ends a row with tokens of id 0 or -1. They are padding if the row's first
-    id is above theirs: in a row that begins with 0, that is a sequence's.
+    Packed training data ends a row with tokens of id 0 or -1. These tokens are padding if the row's
+    first id is greater. In a row that begins with 0, they belong to a sequence.
     """
     token = xp.arange(ids.shape[1], dtype=xp.int32)
     return ((ids > 0) | (ids >= ids[:, :1])) & (token < lengths[:, None])
 
 
 def _falls(ids: Any, there: Any) -> Any:
-    """Whether a sequence's token follows padding or a higher id, bool [B, T - 1]."""
+    """Returns whether a sequence's token follows padding or a higher id, bool [B, T - 1]."""
     return there[:, 1:] & ~(there[:, :-1] & (ids[:, 1:] >= ids[:, :-1]))
 
 
 def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
-    """Raises unless the ids [B, T] do not decrease along a row; traced ones are not looked at."""
+    """Raises if concrete ids [B, T] decrease along a row; does not check traced ones."""
     if isinstance(ids, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
         return
     ids, lengths = np.asarray(ids), np.asarray(lengths)
@@ -113,7 +113,7 @@ def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
 
 
 def _first_of_run(ids: jax.Array) -> jax.Array:
-    """The place of the first of each run of equal ids."""
+    """Returns, for each token, the position of the first in its run of equal ids."""
     place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return jax.lax.cummax(jnp.where(begins, place, 0), axis=1)

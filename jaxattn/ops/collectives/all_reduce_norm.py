@@ -1,12 +1,12 @@
-"""Between two layers on several GPUs: the sum of their parts, the residual sum, and its RMS norm.
+"""Fused all-reduce, residual sum and RMS norm between two layers on several GPUs.
 
-    all_reduce_norm_layer    GPUs have the same tokens, and a part each of what is added
-    norm_gather_layer        GPUs have tokens of their own; each is given the norms of all
-    own_sum_norm_layer       and then the parts of all of what is added to its own
+    all_reduce_norm_layer    all GPUs have the same tokens, and each has a part of the addend
+    norm_gather_layer        each GPU has its own tokens, and receives the norms of all tokens
+    own_sum_norm_layer       each GPU has its own tokens, and receives all parts of their addend
 
-It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does all of it in one
-launch; elsewhere XLA's all-reduce runs, and a norm after it. A model's decode steps have it, of as
-many tokens as `DecoderModel.with_fused_sums` says.
+Call these ops inside `jax.shard_map`. On Hopper GPUs of one process one kernel launch does
+everything. Elsewhere XLA's all-reduce runs, followed by a norm. Decode steps of a model use the
+kernel for the batch sizes that `DecoderModel.with_fused_sums` gives.
 """
 
 from collections.abc import Sequence
@@ -38,25 +38,26 @@ def all_reduce_norm_layer(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T F"], Float[Array, "T F"], SymmetricBuffer]:
-    """(x + the sum of all GPUs' `part`, float32; its RMS norm by `weights[layer]`; the mailbox).
+    """Returns (x + the sum of all GPUs' `part`, float32; the sum's RMS norm; the mailbox).
 
     Parts are sent in bfloat16. The kernel adds them in float32, in the order of the GPUs; XLA's
     all-reduce rounds their sum to bfloat16 once more.
 
     Args:
-        x: float32, the residual stream, the same on all GPUs.
-        part: what this GPU adds to it.
-        weights: all layers'.
-        mailbox: the kernel's, of as many features and at least T tokens; XLA leaves it as it is.
-        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
-        dtype: of the norm; x's, if None.
-        implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
-            It has F a multiple of 256, at most 8192, and no gradient.
+        x: float32 residual stream, the same on all GPUs.
+        part: This GPU's part of the addend.
+        weights: The norm weights of all layers.
+        mailbox: The kernel's buffer, with as many features and at least T tokens. XLA leaves it
+            unchanged.
+        axes: The mesh axes of the GPUs. The kernel needs all axes of the mesh, in its order.
+        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        dtype: Dtype of the norm. None means x's.
+        implementation: "mosaic_gpu", "xla", or None for the best available. The kernel requires 2
+            to 8 GPUs of one process and F a multiple of 256, at most 8192, and has no gradient.
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     return _met("sum", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
 
@@ -73,12 +74,12 @@ def norm_gather_layer(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T F"], Float[Array, "NT F"], SymmetricBuffer]:
-    """(x + added, float32; the RMS norms of all tokens, one GPU's after another; the mailbox).
+    """Returns (x + added, float32; the RMS norms of all GPUs' tokens in GPU order; the mailbox).
 
-    Each of N GPUs has T tokens of its own. Norms are sent in bfloat16.
+    Each of N GPUs has its own T tokens. Norms are sent in bfloat16.
 
     Args:
-        added: what is added to x, this GPU's too.
+        added: The complete addend of this GPU's tokens.
 
     Other arguments, limits and errors are those of `all_reduce_norm_layer`.
     """
@@ -97,12 +98,12 @@ def own_sum_norm_layer(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T F"], Float[Array, "T F"], SymmetricBuffer]:
-    """(x + the sum of all GPUs' parts of its tokens; its RMS norm; the mailbox).
+    """Returns (x + the sum of all GPUs' parts for its tokens; the sum's RMS norm; the mailbox).
 
-    Each of N GPUs has T tokens of its own, and a part of what is added to the tokens of all.
+    Each of N GPUs has its own T tokens, and a part of the addend of all GPUs' tokens.
 
     Args:
-        part: of all tokens, one GPU's after another.
+        part: This GPU's part for all tokens, in GPU order.
 
     Other arguments, limits and errors are those of `all_reduce_norm_layer`.
     """

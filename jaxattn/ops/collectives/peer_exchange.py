@@ -1,7 +1,7 @@
-"""Rows that the GPUs of a mesh give each other: the same to all, or something to each.
+"""The exchange of rows between the GPUs of a mesh, as an all-gather or an all-to-all.
 
-It is called inside `jax.shard_map`. On Hopper GPUs of one process a kernel does it in one launch,
-which a CUDA graph may hold; elsewhere XLA's collectives run.
+Call the op inside `jax.shard_map`. On Hopper GPUs of one process one kernel launch does it, which a
+CUDA graph can capture. Elsewhere XLA's collectives run.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ def peer_exchange(
     room: int = 0,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "T N_room P F"], SymmetricBuffer]:
-    """(what each of N GPUs sent here, the mailbox). Nothing is computed: bits stay as they are.
+    """Returns (the rows that each of N GPUs sent here, the mailbox), bit for bit.
 
     Args:
-        part: of 16 bits each; T rows in P pieces. M is 1, and all GPUs are sent the same; or M is
-            N, and GPU n is sent `part[:, n]`.
-        mailbox: the kernel's, of at least T * P tokens and F features; XLA leaves it as it is.
-            Calls that share it may send other T, P and F.
-        room: zeros behind what the N GPUs sent, as of so many more GPUs.
-        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        implementation: None, "mosaic_gpu" or "xla". The kernel is for 2 to 8 GPUs of one process.
-            It has F a multiple of 256, at most 8192, and no gradient.
+        part: Rows of a 16-bit dtype: T rows in P pieces. M is 1 to send the same to all GPUs, or N
+            to send `part[:, n]` to GPU n.
+        mailbox: The kernel's buffer, with at least T * P tokens and F features. XLA leaves it
+            unchanged. Calls that share it may send other T, P and F.
+        room: Number of additional GPUs' worth of zeros appended to the result.
+        axes: The mesh axes of the GPUs. The kernel needs all axes of the mesh, in its order.
+        implementation: "mosaic_gpu", "xla", or None for the best available. The kernel requires 2
+            to 8 GPUs of one process and F a multiple of 256, at most 8192, and has no gradient.
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op, names = "peer_exchange", tuple(axes)
     gpus = lax.axis_size(names)

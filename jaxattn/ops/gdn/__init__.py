@@ -1,1 +1,1 @@
-"""The gated delta rule: `jaxattn.gdn` is the public face."""
+"""The gated delta rule; `jaxattn.gdn` is the public module."""

@@ -1,10 +1,11 @@
-"""Causal depthwise convolution before the gated delta rule, and the pools that states live in.
+"""Causal depthwise convolution before the gated delta rule, on arrays or on state pools.
 
-A convolution of width W needs the W - 1 inputs before a token: that is its whole state, oldest
-first, `[..., W - 1, Dc]`. A new sequence starts from zeros.
+The state of a convolution of width W is the W - 1 inputs before a token, oldest first:
+`[..., W - 1, Dc]`. A new sequence starts from zeros.
 
-A state pool is `[Z, ...]`, one slot a running sequence, or a stack of them `[L, Z, ...]` with the
-layer's index as an operand. Slot -1 marks a padding row: nothing is read or written for it.
+A state pool is `[Z, ...]` with one slot per running sequence, or a stack of pools `[L, Z, ...]`
+with the layer's index as an operand. Slot -1 marks a padding row, for which the op reads and writes
+nothing.
 """
 
 from functools import partial
@@ -33,7 +34,7 @@ from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_fl
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 
-LONG = 64  # tokens of a row from which on its inputs are not concatenated to those before
+LONG = 64  # tokens from which on a row's inputs are not concatenated to its state
 
 
 def causal_conv1d(
@@ -46,31 +47,30 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Int[Array, " n+1"] | None = None,
 ) -> tuple[Float[Array, "B T Dc"], Float[Array, "n W-1 Dc"] | None]:
-    """Causal depthwise convolution over the tokens of each sequence.
+    """Computes a causal depthwise convolution over the tokens of each sequence.
 
-    `y[t] = activation(bias + sum_j weight[:, j] * x[t - (W - 1) + j])`, in float32, returned in
-    x's dtype. Differentiable.
+    `y[t] = activation(bias + sum_j weight[:, j] * x[t - (W - 1) + j])`, in float32 and returned in
+    x's dtype. The op is differentiable.
 
     Args:
-        x: the channels of q, k and v, concatenated.
-        weight: PyTorch's depthwise `[Dc, 1, W]` without its middle dimension; the last tap is the
-            token itself.
-        bias: per channel.
+        x: The channels, with q, k and v concatenated.
+        weight: PyTorch's depthwise weight `[Dc, 1, W]` without its middle dimension. The last tap
+            belongs to the token itself.
+        bias: Bias of each channel.
         activation: "silu" or None.
-        initial_state: the W - 1 inputs before each sequence, oldest first; zeros if None.
-            n is B, or with cu_seqlens the number of sequences.
-        output_final_state: also return the last W - 1 inputs, in initial_state's dtype, or in x's
-            dtype if initial_state is None. A zero-length sequence returns its initial state bit for
-            bit.
-        cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. Tokens
+        initial_state: The W - 1 inputs before each sequence, oldest first; None means zeros. n is
+            B, or with cu_seqlens the number of sequences.
+        output_final_state: Whether to return the last W - 1 inputs too, in initial_state's dtype
+            (without one in x's). A zero-length sequence returns its initial state bit for bit.
+        cu_seqlens: Token offsets of n sequences packed in one row (B = 1), starting at 0. Tokens
             past the last offset are padding: they may hold NaN and their y is 0.
 
     Returns:
-        `(y, final_state)`; final_state is None unless asked for.
+        `(y, final_state)`; final_state is None unless requested.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or a concrete cu_seqlens decreases or exceeds T.
 
     Source: FLA's and vLLM's causal_conv1d (W - 1 states, as vLLM stores them).
     """
@@ -108,16 +108,16 @@ def causal_conv1d_of_segments(
     first: Int[Array, "#B T"] | None,
     widths: tuple[int, ...],
 ) -> tuple[Float[Array, "B T _"], ...]:
-    """`causal_conv1d` with SiLU of rows that hold one sequence or several, each from zeros.
+    """`causal_conv1d` with SiLU for rows that hold one or several sequences, each from zeros.
 
-    Differentiable in reverse mode only. The backward pass reads x once, and writes the gradient of
-    all its columns at once.
+    The function is differentiable in reverse mode only. The backward pass reads x once and writes
+    the gradient of all its columns at once.
 
     Args:
-        x: its first Dc columns are convolved; the others are returned as they are.
-        first: the first token of each token's sequence, as `SegmentBounds` has it; None: token 0.
-        widths: columns of each array that is returned, C in all. One of them begins at Dc if there
-            are more columns.
+        x: The input. Its first Dc columns are convolved; the others are returned unchanged.
+        first: The first token of each token's sequence, as in `SegmentBounds`. None means token 0.
+        widths: Number of columns of each returned array, C in all. If C > Dc, one of the arrays
+            must begin at column Dc.
     """
     with jax.named_scope("causal_conv1d"):
         position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
@@ -173,12 +173,12 @@ def _kernel_of_taps(
 def _gradient_of_taps(
     x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
 ) -> tuple[Array, Array]:
-    """What `conv_gradient` gives, in XLA: of_x [B, T, C] and of_taps [W, Dc]."""
+    """Computes `conv_gradient` in XLA: of_x [B, T, C] and of_taps [W, Dc]."""
     (channels, width), of_y = weight.shape, jnp.concatenate(of_parts, axis=-1)
     taps = _taps_of_sequences(x[..., :channels], position, width)
     _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
     (of_total,) = through_silu(of_y[..., :channels].astype(jnp.float32))
-    # In memory once: XLA would compute it in each kernel that reads it, or write float32.
+    # Materialized once: XLA would recompute it in each kernel that reads it, or write float32.
     of_total = rounded(of_total, x.dtype)
     wide = of_total.astype(jnp.float32)
     of_taps = jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
@@ -213,25 +213,25 @@ def causal_conv1d_update(
     bias: Float[Array, " Dc"] | None = None,
     activation: str | None = "silu",
 ) -> tuple[Float[Array, "B S Dc"], Float[Array, "*L Z W-1 Dc"]]:
-    """S more tokens of each row, with the state read from and written to a pool.
+    """Convolves S more tokens of each row, and reads and writes the state in a pool.
 
     Args:
-        x: the new tokens' channels.
-        weight, bias, activation: as in `causal_conv1d`.
-        conv_state: `[Z, W - 1, Dc]`, or a stack `[L, ...]` with `layer`; any float dtype. Donate
-            it to update it in place.
-        state_indices: each row's slot; -1 is a padding row, whose y is exactly 0 and for which
-            nothing is read or written. Slots in use must differ.
-        write_indices: the slots that are written, if not those that were read; see
+        x: The new tokens' channels.
+        weight, bias, activation: As in `causal_conv1d`.
+        conv_state: `[Z, W - 1, Dc]`, or a stack `[L, ...]` with `layer`, of any floating dtype.
+            Donate it to update it in place.
+        state_indices: The slot of each row. -1 marks a padding row, whose y is exactly 0 and for
+            which nothing is read or written. Slots in use must differ.
+        write_indices: The slots to write, if they differ from those read; see
             `gated_delta_rule_decode`.
-        layer: index into the stack, a Python int or traced.
+        layer: Index into the stack, a Python int or a traced scalar.
 
     Returns:
         `(y, conv_state)`.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or concrete slots repeat or lie outside the pool.
     """
     op = "causal_conv1d_update"
     x, weight, conv_state = floats(op, x=x, weight=weight, conv_state=conv_state)
@@ -256,7 +256,7 @@ def causal_conv1d_update(
 def _conv_rows(
     x: Array, weight: Array, bias: Array | None, activation: str | None, initial: Array
 ) -> tuple[Array, Array]:
-    """Every row one sequence: (y, its inputs with the initial state's, `[B, W - 1 + T, Dc]`)."""
+    """Convolves rows of one sequence: (y, state and inputs concatenated, `[B, W - 1 + T, Dc]`)."""
     length, width = x.shape[1], weight.shape[1]
     dtype = jnp.promote_types(x.dtype, initial.dtype)
     initial, inputs = initial.astype(dtype), x.astype(dtype)
@@ -270,13 +270,16 @@ def _conv_rows(
 
 
 def _inputs_before(x: Array, initial: Array, count: int) -> Array:
-    """Of each token the input so many tokens before it, at most W - 1: a slice of the concatenation
-    as a select of padded arrays. XLA writes a concatenation to memory, and not these."""
+    """Returns, for each token, the input `count` tokens before it; `count` is at most W - 1.
+
+    The result is a slice of the concatenation, written as a select of padded arrays: XLA writes a
+    concatenation to memory, but fuses these.
+    """
     if not count:
         return x
     length, (_, held, _) = x.shape[1], initial.shape
     beside = lambda x, *pads: jnp.pad(x, ((0, 0), pads, (0, 0)))  # noqa: E731
-    from_state = np.arange(length)[:, None] < count  # of constants XLA makes no kernel
+    from_state = np.arange(length)[:, None] < count  # a constant, for which XLA launches no kernel
     old = beside(initial[:, held - count :], 0, length - count)
     return jnp.where(from_state, old, beside(x[:, : length - count], count, 0))
 
@@ -290,10 +293,10 @@ def _conv_packed(
     cu_seqlens: Array,
     from_zeros: bool,
 ) -> tuple[Array, Array]:
-    """Sequences packed in one row; only a sequence's first W - 1 tokens see its initial state.
+    """Convolves packed sequences; only a sequence's first W - 1 tokens see its initial state.
 
     Args:
-        from_zeros: whether the initial state is known to be zeros, of which nothing is added.
+        from_zeros: Whether the initial state is known to be zero, so that it adds nothing.
     """
     length, width = x.shape[1], weight.shape[1]
     if length == 0:
@@ -303,7 +306,7 @@ def _conv_packed(
     sequence = jnp.searchsorted(ends, token, side="right", method="compare_all")
     position = token - starts.at[sequence].get(mode="fill", fill_value=0)
     real = (token < ends[-1])[:, None]
-    # Selected before the arithmetic, so that a NaN in the padding reaches no gradient either.
+    # Masked before the arithmetic, so that a NaN in the padding reaches no gradient either.
     tokens = jnp.where(real, x[0], 0)
 
     total = _weigh(_taps_of_sequences(tokens[None], position[None], width), weight)[0]
@@ -318,8 +321,8 @@ def _conv_packed(
         total = total.at[target].add(from_state, mode="drop", unique_indices=True)
     y = jnp.where(real, _activate(total, bias, activation), 0)
 
-    # Row i of the final state is input `len - (W - 1) + i` of the sequence: a token, or if that is
-    # negative, row `len + i` of the initial state.
+    # Row i of the final state is input `len - (W - 1) + i` of the sequence. If that is negative, it
+    # is row `len + i` of the initial state.
     source = (ends - starts)[:, None] + row
     old = jnp.take_along_axis(initial, jnp.minimum(source, width - 2)[:, :, None], axis=1)
     new = tokens.at[ends[:, None] - (width - 1) + row].get(mode="clip", wrap_negative_indices=False)
@@ -329,8 +332,10 @@ def _conv_packed(
 
 
 def _taps_of_sequences(x: Array, position: Array, width: int) -> list[Array]:
-    """Of each token [B, T, Dc] the inputs up to W - 1 before it, zeros before its sequence, in
-    which it has the position [B, T]."""
+    """Returns W shifted copies of x [B, T, Dc], the input W - 1 to 0 tokens before each token.
+
+    The copies are zero before a token's sequence, in which the token has the position [B, T].
+    """
 
     def before(back: int) -> Array:
         shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]

@@ -1,4 +1,4 @@
-"""Gated delta rule over whole sequences, in chunks; the XLA reference is in chunk_xla.py."""
+"""The gated delta rule over whole sequences, in chunks; chunk_xla.py has the XLA reference."""
 
 from typing import Any
 
@@ -45,55 +45,52 @@ def chunk_gated_delta_rule(
     split_tokens: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """Gated delta rule over whole sequences, in matmuls over chunks of tokens.
+    """Computes the gated delta rule over whole sequences, by matmuls over chunks of tokens.
 
-    Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
-    raise TypeError. `recurrent_gated_delta_rule` supports both modes.
+    The op is differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and
+    `jax.jacfwd` raise TypeError. `recurrent_gated_delta_rule` supports both modes.
 
     Matmul operands have q's dtype; states, gates, their sums and the chunk's inverse are float32.
 
     Args:
-        q, k, v: one dtype, float32, bfloat16 or float16.
-        g: log decay, <= 0, float32. Values may be arbitrarily small: -1000 or -inf clears the
-            state.
-        beta: writing strength after the sigmoid; float32 keeps its precision.
-        scale: factor on the output, a Python number, Dk**-0.5 if None.
-        initial_state: float32, value-first; zeros if None. n is B, or with cu_seqlens the number
-            of sequences.
-        output_final_state: also return the state after each sequence's last token.
-            `jaxattn.gdn.gated_delta_rule_prefill` takes states from a pool instead.
-        cu_seqlens: token offsets of n sequences packed in one row (B = 1), starting at 0. A
+        q, k, v: Arrays of one dtype: float32, bfloat16 or float16.
+        g: float32 log decay, <= 0, of any strength: -1000 or -inf clears the state.
+        beta: Writing strength after the sigmoid; float32 keeps its precision.
+        scale: Factor of the output, a Python number. None means Dk**-0.5.
+        initial_state: float32 state, value-first; None means zeros. n is B, or with cu_seqlens the
+            number of sequences.
+        output_final_state: Whether to return the state after each sequence's last token too.
+            `jaxattn.gdn.gated_delta_rule_prefill` keeps states in a pool instead.
+        cu_seqlens: Token offsets of n sequences packed in one row (B = 1), starting at 0. A
             zero-length sequence keeps its initial state bit for bit. Tokens past the last offset
             are padding: they may hold NaN and their output is 0.
-        chunk_size: tokens per chunk, a power of two from 16 to 128.
-        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        split_tokens: the number of tokens, a multiple of chunk_size, that one block of the kernel
-            processes of a long sequence. The kernel joins the parts by their exact transitions.
-            With None, the op chooses from T, n and Hv. 0 never splits. With 0 or any fixed number,
-            a sequence's bits do not depend on the other packed sequences. "xla" never splits.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
-            only Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands.
+        chunk_size: Number of tokens per chunk, a power of two from 16 to 128.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        split_tokens: Number of tokens of a long sequence that one CTA of the kernel processes, a
+            multiple of chunk_size; the exact state transitions join the pieces. None chooses a
+            number from T, n and Hv only. 0 never splits. With 0 or any other fixed number, a
+            sequence's bits do not depend on what it is packed with. "xla" never splits.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands.
 
-    If the kernel runs the forward pass, kernels also compute the gradient, and convert float16 to
-    bfloat16. They store two bfloat16 arrays [Dv, Dk] per chunk and head: the state and its
-    gradient. In bfloat16, if each sequence is a multiple of 64 tokens and cu_seqlens is concrete or
-    None, the forward pass also stores 14 KiB per chunk and head for the backward pass. "xla" stores
-    one float32 state per chunk and head. Both implementations recompute the rest of the forward
-    pass from the arguments. Their other temporary memory grows as T x (Dk + Dv + chunk_size) per
-    head.
+    If the kernel runs the forward pass, kernels also compute the gradient, and treat float16 as
+    bfloat16. These kernels keep two bfloat16 matrices [Dv, Dk] per chunk and head: the state and
+    its gradient. In bfloat16, if each sequence is a multiple of 64 tokens and cu_seqlens is
+    concrete or None, the forward pass saves 14 KiB per chunk and head for the backward pass. "xla"
+    keeps one float32 state per chunk and head. Both recompute everything else from the arguments;
+    their other memory grows as T x (Dk + Dv + chunk_size) per head.
 
-    Without cu_seqlens, a token with g = 0, and with k = 0 or beta = 0, leaves the state unchanged
-    (up to float32 rounding if the kernel splits). You can pad rows of different lengths with such
-    tokens.
+    Without cu_seqlens, a token with g = 0 and k = 0 or beta = 0 leaves the state unchanged (up to
+    float32 rounding if the kernel splits). Use such tokens to pad rows to one length.
 
     Returns:
-        `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
+        `(o, final_state)`: o in v's dtype; final_state float32, or None unless requested.
 
     Raises:
-        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer; or
-            the op is differentiated in forward mode.
-        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, has a wrong dtype, or should be an integer; or the
+            op is differentiated in forward mode.
+        ValueError: A shape does not fit, or a concrete cu_seqlens decreases or exceeds T.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     return chunk_rule(
         "chunk_gated_delta_rule",
@@ -132,7 +129,7 @@ def chunk_rule(
     split_tokens: int | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """`chunk_gated_delta_rule` of either rule; `op` is the public name, for messages."""
+    """`chunk_gated_delta_rule` for either rule; `op` is the public name, for messages."""
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = keep_concrete(cu_seqlens)
@@ -161,7 +158,7 @@ def chunk_rule(
                 beta,
                 scale=factor,
                 initial_state=initial_state,
-                cu_seqlens=cu_seqlens if known is None else known,  # here a tracer
+                cu_seqlens=cu_seqlens if known is None else known,  # a tracer here
                 use_qk_l2norm=use_qk_l2norm,
                 segment=split_tokens,
                 matrices=matrices,

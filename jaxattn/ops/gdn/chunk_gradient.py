@@ -1,4 +1,4 @@
-"""The gradient of the chunked delta rules where a kernel ran forward, by kernels."""
+"""The gradient of the chunked delta rules by kernels, for calls whose forward pass was a kernel."""
 
 import functools
 from collections.abc import Callable
@@ -32,13 +32,13 @@ def chunk_gradient(
     use_qk_l2norm: bool,
     interpret: bool,
 ) -> tuple[Any, ...]:
-    """Gradients of q, k, v, g, beta and the initial state, by kernels.
+    """Computes the gradients of q, k, v, g, beta and the initial state by kernels.
 
     Args:
         tokens: q, k, v [B, T, H, 128], g and beta [B, T, Hv].
-        cu_seqlens: a traced array, NumPy's, or None.
-        matrices: of `matrices_of_both_passes`.
-        cotangents: of o [B, T, Hv, 128] and the final states [n, Hv, 128, 128].
+        cu_seqlens: A traced array, a NumPy array, or None.
+        matrices: The result of `matrices_of_both_passes`.
+        cotangents: Cotangents of o [B, T, Hv, 128] and of the final states [n, Hv, 128, 128].
     """
     do, dfinal = cotangents
     *chunked, do, runs, restore = _in_chunks((*tokens, do), cu_seqlens)
@@ -59,10 +59,11 @@ def matrices_of_both_passes(
     use_qk_l2norm: bool,
     interpret: bool,
 ) -> ChunkMatrices | None:
-    """What the forward pass makes of the chunks, and more for the backward pass.
+    """Returns the chunk matrices of the forward pass, extended for the backward pass.
 
-    None where either pass makes its own: chunks that are not full begin elsewhere in the other one,
-    which takes float16 as bfloat16. By channel keys and queries would be kept for each value head.
+    Returns None if each pass computes its own. If some chunks are not full, chunks begin at other
+    tokens in the backward pass. In float16, the backward pass uses bfloat16. With decays per
+    channel, keys and queries would have to be saved for each value head.
     """
     q, k, v, g, beta = tokens
     length, lengths = v.shape[1], None
@@ -82,8 +83,10 @@ def matrices_of_both_passes(
 
 
 def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...]:
-    """[B, T, ...] as [N * 64, ...] in chunks of one sequence each, with 0 where there is no token;
-    then the runs of `state_pass`, and what brings an array back."""
+    """Reshapes [B, T, ...] to [N * 64, ...], chunks of one sequence each with 0 as padding.
+
+    Returns these arrays, the runs of `state_pass`, and a function that restores the first shape.
+    """
     batch, length = arrays[0].shape[:2]
     if cu_seqlens is None:
         chunks = -(-length // CHUNK)
@@ -101,7 +104,7 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
         return *map(chunked, arrays), runs, restore
 
     if isinstance(cu_seqlens, np.ndarray) and not (cu_seqlens % CHUNK).any():
-        if length == cu_seqlens[-1]:  # as the tokens lie
+        if length == cu_seqlens[-1]:  # the tokens are in chunks already
             runs = np.stack([cu_seqlens[:-1], np.diff(cu_seqlens)]).astype(np.int32) // CHUNK
             return *(x[0] for x in arrays), runs, lambda x: x[None]
 
@@ -122,8 +125,10 @@ def _in_chunks(arrays: tuple[jax.Array, ...], cu_seqlens: Any) -> tuple[Any, ...
 def with_chunk_gradient(
     op: str, kernel: Callable[..., Any], matrices: Callable[..., Any], gradient: Callable[..., Any]
 ) -> Any:
-    """`kernel(None, q, k, v, g, beta, initial_state, cu_seqlens)`, differentiated in reverse mode
-    by `gradient` of those arguments, what `matrices` makes of them, and the cotangents."""
+    """Gives `kernel(None, q, k, v, g, beta, initial_state, cu_seqlens)` a reverse-mode gradient.
+
+    `gradient` computes it from the same arguments, the result of `matrices`, and the cotangents.
+    """
     differentiable = jax.custom_vjp(functools.partial(kernel, None))
 
     def forward(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The chunk form of the gated delta rule: matmuls over chunks of tokens, a scan over the chunks.
+"""The chunked form of the gated delta rule: matmuls over chunks of tokens, a scan over chunks.
 
 With `G` the running sum of the log decay inside a chunk, `gamma = exp(G)`, `S` the state before the
 chunk, and rows i, j of a chunk:
@@ -6,19 +6,19 @@ chunk, and rows i, j of a chunk:
     A_ij  = beta_i (k_i . k_j) exp(G_i - G_j)   for i > j, else 0
     X     = (I + A)^-1 diag(beta)
     P_ij  = (q_i . k_j) exp(G_i - G_j)          for i >= j, else 0
-    U     = X (V - gamma * (K S^T))             what the chunk adds to the state
+    U     = X (V - gamma * (K S^T))             the chunk's addition to the state
     O     = scale * (gamma * (Q S^T) + P U)
     S'    = exp(G_last) S + (exp(G_last - G) * U)^T K
 
 Only `K S^T`, `X (...)` and `(...)^T K` depend on the chunk before: they are the body of the scan,
-and the rest is batched over all chunks. Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024), in
-the arrangement of FlashQLA: no product of X with the keys is formed.
+and the rest is batched over all chunks. The method is that of Yang, Kautz, Hatamizadeh, "Gated
+Delta Networks" (2024), in the arrangement of FlashQLA, which forms no product of X with the keys.
 
-Where every channel of the key has a decay of its own (KDA), G has an axis of Dk, and A, P and what
-multiplies the state are made in another way: ops/kda/chunk_xla.py. The scan is the same.
+If every channel of the key has its own decay (KDA), G has an axis of Dk, and ops/kda/chunk_xla.py
+computes A, P and the factors of the state. The scan is the same.
 
 Arrays here are `[N, B, H, C, D]`: N chunks of C tokens, with the keys and queries repeated for the
-Hv value heads. A head axis split in two costs more in transposes than the repeats do.
+Hv value heads. Splitting the head axis in two would cost more in transposes than the repeats do.
 """
 
 import dataclasses
@@ -35,32 +35,34 @@ from jaxattn.core.numerics.matmul import ADDED_TO, STATE_TO, float16_scale, matm
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.gdn.triangular_inverse import unit_lower_inverse
 
-# exp of this is 0 in float32. Sums of finite numbers stay finite where -inf would meet a 0.
+# exp of this is 0 in float32. Sums of finite numbers stay finite, whereas -inf times 0 is NaN.
 LOWEST_LOG_DECAY = -1e4
-# And of this one, beside which sums of ordinary decays keep more digits.
+# exp of this is 0 as well, and sums with ordinary decays keep more digits.
 CLEARING_LOG_DECAY = -128.0
 
-# Chunks up to which the scan is unrolled, and iterations a loop step beyond. On an H200 the loop's
-# slices of stacked arrays are a quarter of a training step of 16 chunks, and of a prefill of 128.
+# The scan is unrolled for up to this many chunks, and by UNROLL iterations beyond. On an H200 the
+# loop's slices of stacked arrays take a quarter of a training step of 16 chunks, and of a prefill
+# of 128.
 UNROLLED_CHUNKS = 16
 UNROLL = 4
 
 
 class ChunkOperands(NamedTuple):
-    """What the state meets in the scan, by chunk, and the scores for the output behind it.
+    """The operands of the scan over chunks, and the scores for the output after it.
 
-    A state takes `decay S + (to_end * U)^T k_written`, and gives `from_start * (k_read S^T)` to U.
+    A state becomes `decay S + (to_end * U)^T k_written`, and contributes
+    `from_start * (k_read S^T)` to U.
 
     Attributes:
-        p: makes the scores P, float32; they are needed behind the scan alone.
+        p: Computes the scores P in float32, which only the code after the scan needs.
     """
 
     q_read: Float[Array, "N B H C Dk"]
     k_read: Float[Array, "N B H C Dk"]
     k_written: Float[Array, "N B H C Dk"]
     x: Float[Array, "N B H C C"]  # (I + A)^-1 diag(beta)
-    from_start: Float[Array, "N B H C 1"] | None  # None: k_read and q_read have it
-    to_end: Float[Array, "N B H C 1"] | None  # None: k_written has it
+    from_start: Float[Array, "N B H C 1"] | None  # None: k_read and q_read include it
+    to_end: Float[Array, "N B H C 1"] | None  # None: k_written includes it
     decay: Float[Array, "N B H 1 Dk"] | Float[Array, "N B H 1 1"]
     p: Callable[[], Float[Array, "N B H C C"]]
 
@@ -69,13 +71,13 @@ type MakeOperands = Callable[[Array, Array, Array, Array, jnp.dtype], ChunkOpera
 
 
 def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -> ChunkOperands:
-    """The operands where a value head has one decay, g [N, B, H, C]."""
+    """Returns the operands if a value head has one decay, g [N, B, H, C]."""
     size = g.shape[-1]
     with jax.named_scope("decay"):
         lower = jnp.tril(jnp.ones((size, size), jnp.float32))
         strictly_lower = jnp.tril(lower, -1)
         # Sum of g over j < l <= i, term by term: a difference of running sums would lose a small
-        # decay that follows a large one. The mask comes before exp, or 0 * inf makes NaN.
+        # decay after a large one. The mask is applied before exp, because 0 * inf is NaN.
         between = summed("il,...lj->...ij", lower, g[..., :, None] * strictly_lower)
         decay = jnp.exp(jnp.where(lower > 0, between, -jnp.inf))
         from_start = jnp.exp(summed("il,...l->...i", lower, g))[..., None]  # gamma
@@ -93,12 +95,12 @@ def head_operands(q: Array, k: Array, g: Array, beta: Array, dtype: jnp.dtype) -
 
 @dataclasses.dataclass(frozen=True)
 class DeltaRule:
-    """What differs between the rules: a decay per value head (GDN), or per channel (KDA).
+    """The difference between the two rules: a decay per value head (GDN) or per channel (KDA).
 
     Attributes:
-        operands: what the scan over chunks meets, of the rule's decays.
-        channels: g is [B, T, Hv, Dk], and not [B, T, Hv].
-        sigmoid: the gated norm behind the rule has sigmoid(z), and not silu(z).
+        operands: Computes the operands of the scan over chunks from the rule's decays.
+        channels: Whether g is [B, T, Hv, Dk] instead of [B, T, Hv].
+        sigmoid: Whether the gated norm after the rule uses sigmoid(z) instead of silu(z).
     """
 
     operands: MakeOperands
@@ -110,10 +112,10 @@ GATED = DeltaRule(head_operands)
 
 
 class ChunkPacking(NamedTuple):
-    """How tokens of packed sequences map to chunks; a chunk belongs to one sequence."""
+    """The mapping of packed sequences' tokens to chunks; a chunk belongs to one sequence."""
 
-    token: Int[Array, " N*C"]  # the token of each chunk row; past the end where there is none
-    row: Int[Array, " T"]  # the chunk row of each token; past the end for padding
+    token: Int[Array, " N*C"]  # token of each chunk row; out of range if it has none
+    row: Int[Array, " T"]  # chunk row of each token; out of range for padding
     sequence: Int[Array, " N"]
     done: Int[Array, " N"]  # tokens of the sequence up to the chunk's end
     first: Array  # [N] bool: the sequence starts here
@@ -121,7 +123,7 @@ class ChunkPacking(NamedTuple):
 
 
 def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> ChunkPacking:
-    """Chunk table of static size: sum(ceil(len / C)) <= (T + n (C - 1)) / C."""
+    """Builds the chunk table of static size: sum(ceil(len / C)) <= (T + n (C - 1)) / C."""
     count = cu_seqlens.shape[0] - 1
     chunks = (length + count * (chunk_size - 1)) // chunk_size
     offsets = cu_seqlens.astype(jnp.int32)
@@ -155,11 +157,11 @@ def pack(cu_seqlens: Int[Array, " n+1"], length: int, chunk_size: int) -> ChunkP
 
 
 class PoolCheckpoints(NamedTuple):
-    """Slots of a pool that take the states after every `tokens` tokens of n sequences."""
+    """A pool with the slots that receive the states after every `tokens` tokens of n sequences."""
 
     pool: Float[Array, "*L Z Hv Dv Dk"]
     layer: int | Array | None
-    slots: Int[Array, "n M"]  # -1 keeps nothing
+    slots: Int[Array, "n M"]  # -1 stores nothing
     tokens: int  # a multiple of the chunk
 
 
@@ -178,10 +180,10 @@ def gated_delta_rule_chunks(
     *,
     operands: MakeOperands = head_operands,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"], Array | None]:
-    """What `gdn.chunk_gated_delta_rule` runs on checked arguments, T >= 1.
+    """Runs `gdn.chunk_gated_delta_rule` on checked arguments, T >= 1.
 
     Args:
-        operands: of g [B, T, Hv], or of what else it is given as g.
+        operands: Computes the scan's operands; its rule determines the shape of g.
 
     Returns: the output, the final state, and the pool with the checkpoints, if there are any.
     """
@@ -191,14 +193,14 @@ def gated_delta_rule_chunks(
     q, k, v, g, beta, initial_state = match_varying_axes(
         (q, k, v, g, beta, initial_state), cu_seqlens, checkpoints
     )
-    # A short sequence does not pay for a full chunk.
+    # A short sequence uses a smaller chunk.
     size = min(chunk_size, max(2, 1 << (length - 1).bit_length()))
 
     packing = None if cu_seqlens is None else pack(cu_seqlens, length, size)
     padded = -(-length // size) * size
 
     def chunked(x: Array) -> Array:
-        """[B, T, H, ...] -> [N, B, C, H, ...]; tokens added are 0 and leave the state as it is."""
+        """[B, T, H, ...] -> [N, B, C, H, ...]; padding of 0 leaves the state unchanged."""
         if packing is None:
             x = jnp.pad(x, ((0, 0), (0, padded - length)) + ((0, 0),) * (x.ndim - 2))
             return jnp.moveaxis(x.reshape(batch, padded // size, size, *x.shape[2:]), 1, 0)
@@ -240,8 +242,8 @@ def gated_delta_rule_chunks(
             jnp.zeros((batch, value_heads, value_dim, key_dim), jnp.float32), q
         )
 
-    # A pool is carried through the scan, which stores to it in place: states of all chunks at once
-    # would be T / 64 x Dv x Dk a head.
+    # The scan carries the pool and stores into it in place: states of all chunks at once would take
+    # T / 64 x Dv x Dk per head.
     pool = targets = None
     if checkpoints is not None:
         pool = match_varying_axes(checkpoints.pool, q)
@@ -284,8 +286,10 @@ def gated_delta_rule_chunks(
 
 
 def _for_float16(x: Array, axis: int, to: int, dtype: jnp.dtype) -> tuple[Array, Array | None]:
-    """x as it may become an operand, and what products of it are to be multiplied by, with that
-    axis of 1; None where it may be one as it is."""
+    """Returns x scaled to be a float16 operand, and the factor that restores a product with it.
+
+    The factor has size 1 along `axis`, and is None if x needs no scaling.
+    """
     if dtype != jnp.float16:
         return x, None
     largest = lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
@@ -300,7 +304,7 @@ def _scan_packed(
     chunks: Any,
     packing: ChunkPacking,
 ) -> tuple[tuple[Array, Array | None], Any]:
-    """The scan over chunks of packed sequences: the state restarts where a sequence does."""
+    """Scans over chunks of packed sequences; the state restarts where a sequence begins."""
 
     def body(carry: tuple[Array, Array | None, Array], xs: Any) -> tuple[Any, Any]:
         state, pool, final = carry
@@ -318,7 +322,7 @@ def _scan_packed(
 
 
 def l2norm(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """`x * rsqrt(sum(x^2) + 1e-6)` in float32, in x's dtype: FLA's and transformers' epsilon."""
+    """Returns `x * rsqrt(sum(x^2) + 1e-6)`, in x's dtype; FLA and transformers use this epsilon."""
     wide = x.astype(jnp.float32)
     norm = lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * norm).astype(x.dtype)

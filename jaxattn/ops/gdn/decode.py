@@ -1,4 +1,4 @@
-"""Gated delta rule of a few new tokens per row, on a state pool."""
+"""The gated delta rule for a few new tokens per row, on a state pool."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -49,39 +49,38 @@ def gated_delta_rule_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """S more tokens of each row, with the state read from and written to a pool.
+    """Processes S more tokens of each row, and reads and writes the state in a pool.
 
-    `jaxattn.gdn.gated_delta_net_decode` also computes a layer's convolution, gates and gated norm
-    in the same kernel. Use this op for models with a different convolution, gate or norm.
+    `jaxattn.gdn.gated_delta_net_decode` fuses the same with a layer's convolution, gates and gated
+    norm. Use this op for models whose convolution, gates or norm differ.
 
     Args:
-        q, k, v: one dtype. The recurrence itself is float32.
-        a, b: inputs of `gdn_gates`, any float dtype.
-        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
-            the state to update it in place. The op rounds the state when it stores it, not between
-            the S tokens.
-        state_indices: each row's slot; -1 marks a padding row: its o is exactly 0, and the op
-            neither reads nor writes a slot. Slots in use must differ.
-        A_log, dt_bias: per value head; kept in float32.
-        write_indices: the slots that are written, if not those that were read. `[B]` takes the
-            state after the row's last token, `[B, S]` the state after each token; -1 stores
-            nothing. A speculative decoder that accepts n of S tokens continues from
-            `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
-            it writes.
-        layer: index into the stack, a Python int or traced.
-        scale: factor on the output, Dk**-0.5 if None.
-        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        arena: scratch that holds at least `scratch(...)`; o is then a view of it, valid until the
+        q, k, v: Arrays of one dtype. The recurrence itself is float32.
+        a, b: Inputs of `gdn_gates`, of any floating dtype.
+        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate it
+            to update it in place. The op rounds a state when it stores it, not between the S
+            tokens.
+        state_indices: The slot of each row. -1 marks a padding row, whose o is exactly 0 and for
+            which nothing is read or written. Slots in use must differ.
+        A_log, dt_bias: Gate parameters of each value head, used in float32.
+        write_indices: The slots to write, if they differ from those read. `[B]` receives the state
+            after the row's last token, `[B, S]` the state after each token; -1 stores nothing. A
+            speculative decoder that accepts n of S tokens continues from `write_indices[b, n - 1]`.
+            Slots must differ, and no other row may read a slot that a row writes.
+        layer: Index into the stack, a Python int or a traced scalar.
+        scale: Factor of the output. None means Dk**-0.5.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        arena: Scratch memory of at least `scratch(...)`; o is then a view of it, valid until the
             next op that uses the arena.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
 
     Returns:
         `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or concrete slots repeat or lie outside the pool.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "gated_delta_rule_decode"
     q, k, v, a, b = floats(op, q=q, k=k, v=v, a=a, b=b)
@@ -138,7 +137,7 @@ def gated_delta_rule_decode(
 
 
 class StateSlots(NamedTuple):
-    """Where the states of a step's rows are read, [B], and written, [B] or [B, S]."""
+    """The slots whose states a step reads, [B], and those it writes, [B] or [B, S]."""
 
     reads: Array
     writes: Array
@@ -161,13 +160,13 @@ def decode_rule(
     arena: Arena | None,
     implementation: Implementation | None,
 ) -> tuple[Any, ...]:
-    """`gated_delta_rule_decode` of any gates.
+    """`gated_delta_rule_decode` for any gates.
 
     Args:
-        op: the public name, for messages.
-        q, k, v: as they were checked.
-        gates: makes (g, beta), of which g is [B, S, Hv] or [B, S, Hv, Dk].
-        kernel: of (state, slots, scale, interpret), returns what `gdn_decode_mosaic` does.
+        op: The public name, for messages.
+        q, k, v: Checked arrays.
+        gates: Computes (g, beta), where g is [B, S, Hv] or [B, S, Hv, Dk].
+        kernel: Maps (state, slots, scale, interpret) to the results of `gdn_decode_mosaic`.
     """
     (state,) = floats(op, state=state)
     check_arena(op, arena)
@@ -197,7 +196,7 @@ def decode_rule(
                 new_state = state_write(new_state, now, kept, layer=layer)
                 outs.append(o)
                 begin = done
-            o = jnp.concatenate(outs, axis=1) if outs else v  # of S = 0 tokens
+            o = jnp.concatenate(outs, axis=1) if outs else v  # v has S = 0 tokens
             o = jnp.where(used[:, None, None, None], o, 0)
         if arena is None:
             return o, new_state

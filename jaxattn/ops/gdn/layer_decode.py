@@ -1,9 +1,10 @@
 """One decode step of a gated delta net layer, from its input projections to its output projection.
 
-The layer (Qwen3-Next, Qwen3.5) projects its input to `q | k | v | z` and `b | a`; q, k and v go
-through a causal convolution and SiLU, q and k are l2-normalised, the delta rule gives an output per
-value head, and a RMS norm gated by SiLU(z) ends it. Between the projections everything depends on
-one row's token and states, so that one kernel can do it in one pass over the states.
+The layer (Qwen3-Next, Qwen3.5) projects its input to `q | k | v | z` and `b | a`. A causal
+convolution with SiLU processes q, k and v, and q and k are l2-normalized. The delta rule then gives
+an output per value head, and a RMS norm gated by SiLU(z) ends the layer. Between the projections
+everything depends on one row's token and states only, so one kernel does it in one pass over the
+states.
 """
 
 from collections.abc import Callable
@@ -40,15 +41,15 @@ def pack_gdn_weights(
     norm: Float[Array, "*L Dv"],
     conv: Float[Array, "*L Dc W"],
 ) -> Float[Array, "*L P"]:
-    """A layer's small weights as `gated_delta_net_decode` reads them, float32.
+    """Packs a layer's small weights for `gated_delta_net_decode`, as float32.
 
-    P is `2 Hv + Dv + W Dc`: A_log, dt_bias, the norm's weight, and the convolution's taps with the
-    oldest first. Pack a stack of layers once, when you load the model. The op indexes the stack, so
-    a loop over layers copies nothing.
+    P is `2 Hv + Dv + W Dc`: A_log, dt_bias, the norm's weight, and the convolution's taps, oldest
+    first. Pack a stack of layers once, at load time: the op indexes the stack, so a loop over
+    layers copies nothing out of it.
 
     Raises:
-        TypeError, ValueError: a weight is not an array, or its shape does not match the others; the
-            message names the weight.
+        TypeError, ValueError: An argument is not an array or does not fit the others; the message
+            names it.
     """
     op = "pack_gdn_weights"
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
@@ -93,50 +94,50 @@ def gated_delta_net_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """S more tokens of each row through convolution, gates, delta rule and gated norm.
+    """Processes S more tokens of each row: convolution, gates, delta rule and gated norm.
 
     Args:
-        qkvz: the projection's columns `q | k | v | z`, head after head, C = Dc + Hv Dv with
-            Dc = 2 Hk Dk + Hv Dv; float32, bfloat16 or float16.
-        ba: the columns `b | a`, any float dtype; others may follow them. The gates are float32:
-            `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
-        weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers, which `layer`
-            indexes as well.
-        conv_state: the last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, Dc]` or a
-            stack `[L, ...]` with `layer`; any float dtype.
+        qkvz: The projection's columns `q | k | v | z`, head after head: C = Dc + Hv Dv with
+            Dc = 2 Hk Dk + Hv Dv. float32, bfloat16 or float16.
+        ba: The columns `b | a`, of any floating dtype; other columns may follow. The gates are
+            float32: `g = -exp(A_log) softplus(a + dt_bias)`, `beta = sigmoid(b)`.
+        weights: `pack_gdn_weights(...)` of this layer, or of a stack of layers that `layer`
+            indexes.
+        conv_state: The last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, Dc]` or a
+            stack `[L, ...]` with `layer`; any floating dtype.
         state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
-            both pools to update them in place. A state is rounded when it is stored, not between
+            both pools to update them in place. The op rounds a state when it stores it, not between
             the S tokens.
-        state_indices: each row's slot in both pools; -1 marks a padding row: its y is exactly 0,
-            and the op neither reads nor writes a slot. Slots in use must differ.
-        write_indices: the slots of both pools that are written, if not those that were read. `[B]`
-            takes the states after the row's last token, `[B, S]` those after each token; -1 stores
-            nothing. A speculative decoder that accepts n of S tokens continues from
-            `write_indices[b, n - 1]`. Slots must differ; only the row itself may read a slot that
-            it writes.
-        layer: index into the stacks, a Python int or traced, or the layer's position in a repeated
-            pattern. A traced index outside of the stacks changes no pool, and y is then
+        state_indices: The slot of each row in both pools. -1 marks a padding row, whose y is
+            exactly 0 and for which nothing is read or written. Slots in use must differ.
+        write_indices: The slots of both pools to write, if they differ from those read. `[B]`
+            receives the states after the row's last token, `[B, S]` those after each token; -1
+            stores nothing. A speculative decoder that accepts n of S tokens continues from
+            `write_indices[b, n - 1]`. Slots must differ, and no other row may read a slot that a
+            row writes.
+        layer: Index into the stacks, a Python int or a traced scalar, or a `StackedLayer` of a
+            repeated pattern. A traced index out of range changes no pool, and y is then
             meaningless.
-        scale: factor on the delta rule's output, Dk**-0.5 if None.
-        eps: epsilon of the norm over Dv.
-        halves: adds to each column of `b | a` the column 2 Hv positions later. Use this option if
-            ba holds the products of two parts of the weights.
-        arena: scratch that holds at least `scratch(...)`; y is then a view of it, valid until the
+        scale: Factor of the delta rule's output. None means Dk**-0.5.
+        eps: Epsilon of the norm over Dv.
+        halves: Whether to add to each column of `b | a` the one 2 Hv columns further, because the
+            projection multiplied two parts of its weights separately.
+        arena: Scratch memory of at least `scratch(...)`; y is then a view of it, valid until the
             next op that uses the arena.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
 
     Returns:
         `(y, conv_state, state)`, and the arena if one was given; y is `[B, S, Hv Dv]` in qkvz's
         dtype.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the requested implementation does not support the call; the message says why. The
-            kernel supports Dk = Dv = 128, W = 4, up to 8 tokens per row and 65,535 rows; "xla" has
-            no such limits.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or concrete slots repeat or lie outside the pool.
+        Refusal: The requested implementation does not support this call; the message says why. The
+            kernel requires Dk = Dv = 128, W = 4, and at most 8 tokens per row and 65,535 rows;
+            "xla" has no such limits.
 
-    Source: Qwen3-Next's layer. The slots per token follow vLLM's speculative decoding.
+    Source: Qwen3-Next's layer; one slot per token is vLLM's scheme for speculative decoding.
     """
     op = "gated_delta_net_decode"
     qkvz, ba, weights, conv_state, state = floats(
@@ -230,13 +231,13 @@ def layer_in_xla(
     layer: int | Array | None,
     arena: Arena | None,
 ) -> tuple[Any, ...]:
-    """A layer's decode between its projections, of any delta rule and norm.
+    """Decodes a layer between its projections in XLA, with any delta rule and norm.
 
     Args:
-        qkv: [B, S, Dc], the columns q | k | v.
-        taps: [W * Dc], the oldest first.
-        rule: of q, k [B, S, Hk, Dk] and v [B, S, Hv, Dv], returns (o, the pool of states).
-        gated_norm: of o in float32.
+        qkv: The columns q | k | v, [B, S, Dc].
+        taps: Taps of the convolution [W * Dc], oldest first.
+        rule: Maps q, k [B, S, Hk, Dk] and v [B, S, Hv, Dv] to (o, the pool of states).
+        gated_norm: Applies the gated norm to o in float32.
     """
     batch, tokens, channels = qkv.shape
     value_heads, value_dim, key_dim = state.shape[-3:]
@@ -255,7 +256,7 @@ def layer_in_xla(
     o, new_state = rule(q.reshape(of_keys), k.reshape(of_keys), v)
     with jax.named_scope("gated_rms_norm"):
         used = rows_in_use(state, slots.reads, layer=layer)
-        # A select: whatever a padding row's gate holds, its output is 0.
+        # A select, so that a padding row's output is 0 whatever its gate holds.
         y = gated_norm(o.astype(jnp.float32))
         y = jnp.where(used[:, None, None, None], y, 0).astype(qkv.dtype)
     if arena is None:
@@ -280,7 +281,7 @@ def _check(
     state: Array,
     halves: bool,
 ) -> int:
-    """The number of key heads; raises unless the shapes and dtypes fit each other."""
+    """Returns the number of key heads; raises unless the shapes and dtypes fit each other."""
     check_dtype(op, "state", state, "float32", "bfloat16")
     check_dtype(op, "qkvz", qkvz, "float32", "bfloat16", "float16")
     check_dtype(op, "weights", weights, "float32")

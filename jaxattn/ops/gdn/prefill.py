@@ -1,10 +1,10 @@
 """The chunked gated delta rule on a state pool: prompts start from slots and end in slots.
 
-Beside the state after a prompt's last token, a server that caches prefixes keeps those after every
-n tokens: a later request with the same beginning goes on from the last of them. They are written to
-slots that the caller names, as all states here are, and not returned as an array: such a server has
-the slots, handed out and taken back like pages; an array would be as large as what it keeps, and
-copied into it once more; and most of a prompt's checkpoints may not be wanted at all.
+A server with a prefix cache keeps the states after every n tokens, so that a later request with the
+same beginning can continue from the last of them. The op writes them to slots that the caller names
+instead of returning an array. Such a server already manages slots like pages. An array would be as
+large as the checkpoints and cost another copy, and the server may not need most of a prompt's
+checkpoints.
 """
 
 import jax
@@ -72,40 +72,41 @@ def gated_delta_rule_prefill(
     output_norm: OutputNorm | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
-    """`chunk_gated_delta_rule` with each sequence's state read from and written to a pool.
+    """`chunk_gated_delta_rule` that reads and writes each sequence's state in a pool.
 
-    Differentiable in reverse mode only, and only with "xla".
+    The op is differentiable in reverse mode only, and only with "xla".
 
     Args:
-        q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in
+        q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: As in
             `chunk_gated_delta_rule`; n is B, or with cu_seqlens the number of sequences.
-        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate
-            the state to update it in place. The op rounds states only when it stores them.
-        state_indices: the slot that each sequence starts from; -1 marks a padding sequence: its o
-            is exactly 0, and the op neither reads nor writes a slot. The same holds for a sequence
-            without tokens.
-        write_indices: the slots that take the states after the last tokens, if not those that were
-            read; -1 stores nothing. Several sequences may start from the slot of a shared prefix. A
-            written slot must occur only once, and only its own sequence may read it.
-        has_initial_state: False for a sequence that starts from zeros, whatever its slot holds;
-            all start from their slots if None.
-        layer: index into the stack, a Python int or traced.
-        checkpoints: the slots that store intermediate states, for a prefix cache.
-        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        output_norm: the gated norm of o. The kernel computes this norm if it processes more than 66
-            states concurrently and the gate has v's dtype; otherwise XLA computes it.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
-            only Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and is not
-            differentiable.
+        state: float32 or bfloat16, `[Z, Hv, Dv, Dk]`, or a stack `[L, ...]` with `layer`. Donate it
+            to update it in place. The op rounds states when it stores them, not in between.
+        state_indices: The slot from which each sequence starts. -1 marks a padding sequence, whose
+            o is exactly 0 and for which nothing is read or written. A sequence without tokens reads
+            and writes nothing either.
+        write_indices: The slots that receive the states after the last tokens, if they differ from
+            those read; -1 stores nothing. Several sequences may then start from one slot, that of a
+            shared prefix. A written slot may be named only once, and only its own sequence may read
+            it.
+        has_initial_state: False for a sequence that starts from zeros, whatever its slot holds.
+            None means that all start from their slots.
+        layer: Index into the stack, a Python int or a traced scalar.
+        checkpoints: The slots that receive intermediate states, for a prefix cache.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        output_norm: The gated norm of o. The kernel computes it in its epilogue if it processes
+            more than 66 states at once and the gate has v's dtype; otherwise XLA does.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires Dk = Dv = 128, chunk_size 64 and bfloat16 or float16 operands, and
+            is not differentiable.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer.
-        ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
-            slots leave the pool or collide.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, has a wrong dtype, or should be an integer.
+        ValueError: A shape does not fit, a concrete cu_seqlens decreases or exceeds T, or concrete
+            slots lie outside the pool or collide.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     return prefill_rule(
         "gated_delta_rule_prefill",
@@ -154,7 +155,7 @@ def prefill_rule(
     output_norm: OutputNorm | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
-    """`gated_delta_rule_prefill` of either rule; `op` is the public name, for messages."""
+    """`gated_delta_rule_prefill` for either rule; `op` is the public name, for messages."""
     q, k, v, g, beta, state = floats(op, q=q, k=k, v=v, g=g, beta=beta, state=state)
     initial = None if has_initial_state is None else jnp.asarray(has_initial_state)
     ends, reads, writes = map(keep_concrete, (cu_seqlens, state_indices, write_indices))
@@ -180,7 +181,7 @@ def prefill_rule(
     norm = check_output_norm(op, output_norm, v, sigmoid=rule.sigmoid)
     refuse_explicit_axes(op, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
 
-    # Nothing but slots in the pool and -1 from here on.
+    # From here on every entry is a slot in the pool or -1.
     live = rows_in_use(state, reads, layer=layer)
     known = live if initial is None else live & initial
     reads = jnp.where(known, reads.astype(jnp.int32), -1)
@@ -244,7 +245,7 @@ def prefill_rule(
             if cu_seqlens is None:
                 shown = live[:, None]
             else:
-                # Tokens past the last offset belong to nobody.
+                # Tokens past the last offset belong to no sequence.
                 token = lax.iota(cu_seqlens.dtype, v.shape[1])
                 owner = jnp.searchsorted(cu_seqlens[1:], token, side="right")
                 shown = live.at[owner].get(mode="clip")[None] & (token < cu_seqlens[-1])

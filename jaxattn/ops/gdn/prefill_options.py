@@ -22,18 +22,19 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpiloguePa
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """Slots that store each sequence's state after every `tokens` tokens.
+    """Slots that receive each sequence's state after every `tokens` tokens.
 
-    The slots store only states of the recurrence. For a checkpoint before token `end`, the state of
-    the convolution is its last W - 1 inputs, which the caller has: `x[:, end - (W - 1) : end]` of
-    the argument `x` of `causal_conv1d`.
+    The slots hold states of the recurrence only. The caller already has the convolution's state,
+    its last W - 1 inputs. For a checkpoint before token `end`, this state is
+    `x[:, end - (W - 1) : end]` of `causal_conv1d`'s input `x`.
 
     Attributes:
-        slots: `slots[i, j]` stores sequence i's state after `(j + 1) * tokens` tokens. -1 stores
-            nothing, and the op ignores entries after a sequence's end. The rules of `write_indices`
-            apply to these slots and `write_indices` together.
-        tokens: a multiple of chunk_size, counted from each sequence's first token in the call. If
-            you pass a prompt in parts, use parts whose lengths are also multiples of `tokens`.
+        slots: `slots[i, j]` receives sequence i's state after `(j + 1) * tokens` tokens. -1 stores
+            nothing, and entries past a sequence's end are ignored. The rules of `write_indices`
+            hold for both together.
+        tokens: Distance of the checkpoints, a multiple of chunk_size, counted from each sequence's
+            first token in the call. If a prompt comes in parts, make each part a multiple of
+            `tokens` too.
     """
 
     slots: Int[Array, "n M"]
@@ -43,15 +44,15 @@ class Checkpoints:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputNorm:
-    """`o / rms(o) * weight * silu(z)` over Dv, in float32: Qwen3-Next's convention.
+    """The gated norm `o / rms(o) * weight * silu(z)` over Dv in float32, as in Qwen3-Next.
 
     Kimi's rule, `jaxattn.kda`, uses sigmoid(z) instead of silu(z).
 
     Attributes:
-        gate: z is in the last Hv * Dv columns, head after head. You can pass the packed projection
-            q | k | v | z, with N = Dc + Hv * Dv.
-        weight: weight of the norm.
-        eps: added to the mean square.
+        gate: An array with z in its last Hv * Dv columns, head after head. You can pass the packed
+            projection `q | k | v | z` with N = Dc + Hv * Dv.
+        weight: Weight of the norm.
+        eps: Number added to the mean square.
     """
 
     gate: Float[Array, "B T N"]
@@ -60,7 +61,7 @@ class OutputNorm:
 
 
 def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> NormEpilogueParams | None:
-    """What the kernel takes of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
+    """Returns the kernel's form of an `OutputNorm`; raises unless it fits v, [B, T, Hv, Dv]."""
     if norm is None:
         return None
     if not isinstance(norm, OutputNorm):
@@ -81,10 +82,13 @@ def check_output_norm(op: str, norm: Any, v: Array, *, sigmoid: bool) -> NormEpi
 
 
 def check_checkpoints(op: str, checkpoints: Any, count: int, chunk_size: int) -> Any:
-    """Those of `count` sequences with slots as `keep_concrete` has them, None where none are kept.
+    """Returns checked checkpoints of `count` sequences, or None if they have no slots.
+
+    The slots stay NumPy arrays if they are concrete (`keep_concrete`).
 
     Raises:
-        TypeError, ValueError: it is another thing, or a field does not fit; it is named.
+        TypeError, ValueError: `checkpoints` has a wrong type, or a field does not fit; the message
+            names it.
     """
     if checkpoints is None:
         return None
@@ -112,7 +116,7 @@ def check_writes(
     layer: int | Array | None,
     kept: Array | None,
 ) -> Array:
-    """The slots of the final states; raises where they or the checkpoints' slots do not fit."""
+    """Returns the final states' slots; raises if they or the checkpoints' slots do not fit."""
     count = reads.shape[0]
     if writes is not None:
         fits = writes.shape == (count,)
@@ -120,7 +124,7 @@ def check_writes(
     finals = write_slots(op, state, reads, writes, layer, 1)
     if kept is None or isinstance(kept, jax.core.Tracer):
         return finals
-    # Of one width: of uint64 and int64 NumPy would make float64.
+    # Cast to one dtype, because NumPy promotes uint64 with int64 to float64.
     every: Any = np.asarray(kept).astype(np.int64)
     name = "checkpoints.slots"
     if not isinstance(finals, jax.core.Tracer):

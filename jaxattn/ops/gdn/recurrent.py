@@ -1,4 +1,4 @@
-"""Gated delta rule token after token, and its gates; the state and its layout: `jaxattn.gdn`."""
+"""The gated delta rule token by token, and its gates; `jaxattn.gdn` has the state's layout."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ def gdn_gates(
     A_log: Float[Array, " Hv"],
     dt_bias: Float[Array, " Hv"],
 ) -> tuple[Float[Array, "*B Hv"], Float[Array, "*B Hv"]]:
-    """Log decay `g = -exp(A_log) * softplus(a + dt_bias)` and `beta = sigmoid(b)`, in float32.
+    """Computes `g = -exp(A_log) * softplus(a + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
-    Both stay in float32, because rounding beta to bfloat16 is a known source of drift. Source:
-    Qwen3-Next's gates.
+    g is the log decay. Both results stay float32: beta rounded to bfloat16 is a known source of
+    drift. Source: Qwen3-Next.
 
     Raises:
-        TypeError, ValueError: an argument is not an array, or has a wrong shape or dtype.
+        TypeError, ValueError: An argument is not an array, or has a wrong shape or dtype.
     """
     op = "gdn_gates"
     a, b, A_log, dt_bias = floats(op, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
@@ -65,11 +65,12 @@ def recurrent_gated_delta_rule(
     use_qk_l2norm: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """`chunk_gated_delta_rule` one token at a time, in float32: the definition of the rule.
+    """Computes `chunk_gated_delta_rule` token by token in float32: the definition of the rule.
 
-    Use this op for a few tokens, and as a reference. Arguments, results and errors are those of
-    `chunk_gated_delta_rule`; `scale` may be traced. Differentiable in both modes; reverse mode
-    saves one state per token. The op has no kernel, so "mosaic_gpu" raises Refusal.
+    Use it for a few tokens, and as a reference. Arguments, results and errors are those of
+    `chunk_gated_delta_rule`, except that `scale` may be traced. The op is differentiable in both
+    modes; reverse mode saves one state per token. There is no kernel, so the op rejects
+    "mosaic_gpu".
     """
     return recurrent_rule(
         "recurrent_gated_delta_rule",
@@ -104,18 +105,18 @@ def recurrent_rule(
     use_qk_l2norm: bool,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """`recurrent_gated_delta_rule` of either rule.
+    """`recurrent_gated_delta_rule` for either rule.
 
     Args:
-        op: the public name, for messages.
-        channels: g is [B, T, Hv, Dk].
+        op: The public name, for messages.
+        channels: Whether g is [B, T, Hv, Dk].
     """
     q, k, v, g, beta = floats(op, q=q, k=k, v=v, g=g, beta=beta)
     initial_state = maybe_floats(op, "initial_state", initial_state)
     ends = keep_concrete(cu_seqlens)
     check_sequence(op, q, k, v, g, beta, initial_state, ends, channels=channels)
     cu_seqlens = as_offsets(ends)
-    factor: Any = scale  # traced, only a kernel could not take it
+    factor: Any = scale  # only a kernel could not take a traced scale
     if not isinstance(scale, jax.core.Tracer):
         factor = output_scale(op, scale, k.shape[-1])
 
@@ -148,7 +149,7 @@ def _recurrent(
     if cu_seqlens is not None:
         index = jnp.arange(length, dtype=cu_seqlens.dtype)
         real = (index < cu_seqlens[-1])[:, None, None]
-        # Selected before the arithmetic, so that a NaN in the padding reaches no gradient either.
+        # Masked before the arithmetic, so that a NaN in the padding reaches no gradient either.
         q, k, v = (jnp.where(real, x[0], 0)[None] for x in (q, k, v))
         beta = jnp.where(real[..., 0], beta[0], 0)[None]
         g = jnp.where(real if g.ndim == 4 else real[..., 0], g[0], 0)[None]
@@ -156,12 +157,12 @@ def _recurrent(
     if use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
     q, k = (jnp.repeat(x, value_heads // key_heads, axis=2) for x in (q, k))
-    # One decay for all channels of the key, or one for each: [B, T, Hv, 1 or Dk].
+    # One decay for all channels of the key, or one per channel: [B, T, Hv, 1 or Dk].
     decay = jnp.exp(g if g.ndim == 4 else g[..., None])
     tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (q * scale, k, values, decay, beta))
 
     def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        # Products and sums rather than dots: float32 on every device.
+        # Products and sums instead of dots, for float32 on every device.
         q, k, v, decay, beta = token
         state = state * decay[..., None, :]
         delta = beta[..., None] * (v - jnp.sum(state * k[:, :, None], axis=-1))
@@ -233,7 +234,7 @@ def check_sequence(
     *,
     channels: bool = False,
 ) -> None:
-    """Raises where a whole sequence's arguments do not fit; `channels`: g is [B, T, Hv, Dk]."""
+    """Raises if a whole sequence's arguments do not fit; with `channels`, g is [B, T, Hv, Dk]."""
     _check_heads(op, q, k, v, "T")
     heads = v.shape[:3]
     of_g = ("[B, T, Hv, Dk]", (*heads, k.shape[3])) if channels else ("[B, T, Hv]", heads)

@@ -1,4 +1,4 @@
-"""The inverse of unit lower triangular matrices in plain JAX, with a gradient of its own."""
+"""The inverse of unit lower triangular matrices in plain JAX, with a custom gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,11 @@ from jaxattn.core.numerics.matmul import summed
 
 @jax.custom_vjp
 def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """`(I + a)^-1` for strictly lower triangular `a` of a power-of-two size, in float32.
+    """Returns `(I + a)^-1` for strictly lower triangular `a` of a power-of-two size, in float32.
 
     Rows of diagonal blocks of 8 are substituted forward, then inverses are merged pairwise:
     `[[x, 0], [-y l x, y]]` inverts `[[x^-1, 0], [l, y^-1]]`. Unlike the product
-    `(I - a)(I + a^2)(I + a^4)...`, no power of `a` is formed: with equal keys those reach 1e18.
+    `(I - a)(I + a^2)(I + a^4)...`, this forms no power of `a`: with equal keys those reach 1e18.
     """
     size = a.shape[-1]
     block = min(size, 8)
@@ -36,18 +36,18 @@ def unit_lower_inverse(a: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
 def lower_pairs(
     blocks: Float[Array, "... n b b"], corners: Float[Array, "... n/2 b b"]
 ) -> Float[Array, "... n/2 2b 2b"]:
-    """Lower triangular blocks of twice the size: `[[blocks[0], 0], [corners[0], blocks[1]]]`."""
+    """Returns blocks of twice the size, `[[blocks[0], 0], [corners[0], blocks[1]]]`."""
     size = blocks.shape[-1]
     row, column = jnp.arange(2)[:, None, None, None], jnp.arange(2)[:, None]
     pairs = blocks.reshape(*corners.shape[:-2], 2, size, size)
-    # [..., pair, 2, b, 2, b]; concatenation takes XLA's CPU compiler twice as long.
+    # [..., pair, 2, b, 2, b]; XLA's CPU compiler takes twice as long for a concatenation.
     found = jnp.where(row > column, corners[..., None, :, None, :], 0)
     found = jnp.where(row == column, pairs[..., None, :], found)
     return found.reshape(*corners.shape[:-2], 2 * size, 2 * size)
 
 
 def _blocks(a: Array, size: int, rows: range, offset: int) -> Array:
-    """The square blocks of `a` that start at each row, and `offset` columns from the diagonal."""
+    """Returns the square blocks of `a` at the given rows, `offset` columns from the diagonal."""
     parts = (a[..., i : i + size, i + offset : i + offset + size] for i in rows)
     return jnp.stack(list(parts), axis=-3)
 

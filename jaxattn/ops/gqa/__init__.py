@@ -1,1 +1,1 @@
-"""Grouped-query attention: `jaxattn.gqa` is the public face."""
+"""Grouped-query attention; `jaxattn.gqa` is the public module."""

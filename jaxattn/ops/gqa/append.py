@@ -1,7 +1,8 @@
-"""New tokens on their way into the cache: norms, rotation, quantisation and write in one op.
+"""The GQA append op: norms, rotation, quantization and cache write of new tokens.
 
-Between the projections of queries, keys and values and the cache lie the norms of each head's query
-and key, their rotation, and the write. Each is a few microseconds of little work.
+Between the projections and the cache lie the norms of each head's query and key, their rotation,
+and the write. Each of these takes a few microseconds for little work, so one kernel does all of
+them.
 """
 
 import jax
@@ -24,18 +25,18 @@ from jaxattn.ops.gqa.scores import check_heads
 def pack_gqa_weights(
     q_norm: Float[Array, "*L D"], k_norm: Float[Array, "*L D"], *, zero_centered: bool = False
 ) -> Float[Array, "*L W"]:
-    """A layer's norm weights as `gqa_append` reads them, float32, W = 2 max(D, 128).
+    """Packs a layer's norm weights for `gqa_append`, as float32, W = 2 max(D, 128).
 
-    The kernel processes several heads of fewer than 128 dims at a time, so the op repeats their
-    weights. Pack a stack of layers once, when you load the model. The op indexes the stack, so a
-    loop over layers copies nothing.
+    The kernel processes several heads of fewer than 128 dims together, so their weights are
+    repeated. Pack a stack of layers once, at load time: the op indexes the stack, so a loop over
+    layers copies nothing out of it.
 
     Args:
-        zero_centered: the norm multiplies by 1 + weight, as in checkpoints of Qwen3-Next.
+        zero_centered: Whether the weights are the w of 1 + w, as checkpoints of Qwen3-Next store
+            them.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
-            argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
     """
     arguments = OpArguments("pack_gqa_weights")
     axes = " ".join("LMNK"[: max(getattr(q_norm, "ndim", 1) - 1, 0)]) + " D"
@@ -61,10 +62,11 @@ def check_new_heads(
     eps: float,
     layer: Array | int | StackedLayer | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, float]:
-    """New tokens' heads q [B, S, H, E], k and v [B, S, Hk, D], the packed weights and eps.
+    """Checks new tokens' heads q [B, S, H, E], k and v [B, S, Hk, D], the packed weights and eps.
 
     Raises:
-        TypeError, ValueError: they, the rotation or the heads do not fit each other; it is named.
+        TypeError, ValueError: The arrays, the rotation or the heads do not fit each other; the
+            message names the argument.
     """
     op = arguments.op
     q = arguments.check("q", q, "B S H E")
@@ -104,12 +106,12 @@ def normed_and_rotated(
     config: RopeConfig,
     eps: float,
 ) -> tuple[Float[Array, "B S H D"], Float[Array, "B S Hk D"]]:
-    """Queries, without their gates, and keys, normed and rotated by position, in float32."""
+    """Returns queries (without gates) and keys, normed and rotated by position, in float32."""
     own = weights if weights is None or weights.ndim == 1 else weights[layer]
     dim = k.shape[-1]
 
     def turned(x: jax.Array, first: int) -> jax.Array:
-        """`first`: where the norm's weight begins in the packed weights."""
+        """Norms and rotates heads; the packed weights hold the norm's weight from `first` on."""
         if own is not None:
             x = rms_norm(x, own[first : first + dim], eps)
         rotated = rope(x[..., : config.dim].astype(jnp.float32), rotation, config)
@@ -140,39 +142,40 @@ def gqa_append(
     """Norms and rotates each row's new queries and keys, and caches keys and values.
 
     Args:
-        q: the projection's queries, not normed and not rotated. E is D, or 2 D if each head's gate
-            follows its queries; without `gates` the op reads only the queries.
-        k, v: the projections' keys and values.
-        weights: `pack_gqa_weights(...)` of this layer, or of a stack that `layer` indexes; None if
+        q: Queries from the projection, neither normed nor rotated. E is D, or 2 D if each head's
+            gate follows its queries; the op reads only the queries.
+        k, v: Keys and values from the projections.
+        weights: `pack_gqa_weights(...)` of this layer, or of a stack that `layer` indexes. None if
             neither queries nor keys are normed.
-        kv_cache: a stack with `layer`, or one layer's pages, of any dtype that `gqa_cache_write`
-            writes; donate it to update it in place.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages, of any dtype that
+            `gqa_cache_write` writes. Donate it to update it in place.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
             two rows may share a page that is written.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; a row with 0
-            writes nothing.
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+            Nothing is written for a row with 0.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S].
-        config: the op rotates the first `config.dim` of D dims; `config.interleaved` determines the
-            pairs of dims.
-        eps: epsilon of both norms.
-        dtype: dtype of the returned queries; q's dtype, if None.
-        query_lens: int32 new tokens of each row, the first of its S; S, if None.
-        kv_scale: for a float8_e4m3fn cache, as for `gqa_cache_write`.
-        layer: index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
-        gates: whether the op also returns the heads' gates, in a separate array. E is then 2 D.
-        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
-            supports D 64, 128 and 256, with even H and Hk if D is 64, and a cache in bfloat16,
+        config: Configuration of `rotation`. The first `config.dim` of D dims are rotated, and its
+            layout defines which are a pair.
+        eps: Epsilon of both norms.
+        dtype: Dtype of the returned queries. None means q's.
+        query_lens: int32 number of new tokens of each row, which come first among its S. None means
+            S.
+        kv_scale: Scales of a float8_e4m3fn cache, as for `gqa_cache_write`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        gates: Whether to return the heads' gates too, in a separate array. E must be 2 D.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires D 64, 128 or 256, even H and Hk if D is 64, and a cache of bfloat16,
             float16 or FP8.
 
     Returns:
-        (queries [B, S, H, D], the cache), and with `gates` the gates [B, S, H, D] in q's dtype. A
-        row with seq_lens 0 writes nothing. The same holds for a traced row that `gqa_cache_write`
-        would not write. The op norms the queries of these rows too.
+        (queries [B, S, H, D], the cache), and with `gates` the gates [B, S, H, D] in q's dtype.
+        Rows that `gqa_cache_write` does not write, such as those with seq_lens 0, write nothing
+        here either; their queries are still normed.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "gqa_append"
     arguments = OpArguments(op)

@@ -1,11 +1,11 @@
-"""The cache of grouped-query attention: pages of keys and values, checked and written.
+"""The cache of grouped-query attention: pages of keys and values, argument checks and the write.
 
     kv_cache [L, N, 2, C, Hk, D]    keys at 0, values at 1 of a page's axis of two
 
-Keys are stored as queries meet them, normed and rotated. Floats are stored as they are. In a cache
-of float8_e4m3fn a number times its scale is the value: `kv_scale` is a Python number for all,
-float32 [2] for keys and for values, or float32 [2, Hk] for each of their heads. A cache of int8 has
-the bits of such numbers, which a CPU writes and reads much faster.
+Keys are stored normed and rotated, and floats as they are. In a float8_e4m3fn cache a value is the
+stored number times its scale. `kv_scale` is a Python number for all, float32 [2] for keys and
+values, or float32 [2, Hk] for each of their heads. An int8 cache holds the bits of such numbers,
+which a CPU writes and reads much faster.
 """
 
 import functools
@@ -32,9 +32,9 @@ def check_cache(
     seq_lens: Any,
     layer: Array | int | StackedLayer | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A cache and its addressing: tables and lengths are checked where they are known.
+    """Checks a cache with its block tables and lengths, by value if they are concrete.
 
-    A traced row of more tokens than its table has places comes back as one of 0, padding.
+    A traced row with more tokens than its table has places gets length 0, which marks padding.
     """
     arguments.check_layer(kv_cache, checkable_layer(layer), "N 2 C Hk D")
     axes = "N two C Hk D" if layer is None else "L N two C Hk D"
@@ -49,10 +49,10 @@ def check_cache(
 
 
 def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | None:
-    """The scales of an FP8 cache as float32 [2, Hk]; None with another cache, which has none.
+    """Returns the scales of an FP8 cache as float32 [2, Hk], or None for another cache.
 
     Raises:
-        TypeError, ValueError: they are missing, superfluous, or of another dtype or shape.
+        TypeError, ValueError: The scales are missing, superfluous, or have a wrong dtype or shape.
     """
     described = f"kv_cache {tuple(kv_cache.shape)} {kv_cache.dtype.name}"
     heads = kv_cache.shape[-2]
@@ -100,31 +100,30 @@ def gqa_cache_write(
     layer: Array | int | StackedLayer | None = None,
     kv_scale: Array | float | None = None,
 ) -> Array:
-    """The cache with the new tokens' keys and values written, in place if the cache is donated.
+    """Writes the new tokens' keys and values into the cache, in place if the cache is donated.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
     with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
     page that is written.
 
-    The op checks concrete tables and lengths, and cannot check traced ones. With traced ones,
-    nothing is written for a row whose seq_lens is negative or beyond M * C, or whose query_lens is
-    beyond S. Nothing is written to pages outside of 0 to N - 1. If two tokens have one position,
-    either may win.
+    The op checks concrete tables and lengths. With traced ones, it writes nothing for a row whose
+    seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor through a table entry
+    outside 0 to N - 1. If two tokens fall into one place, either may win.
 
     Args:
-        kv_cache: a stack with `layer`, or one layer's pages.
-        k, v: keys and values of the new tokens, with normed and rotated keys. The op casts both to
-            the cache's dtype. In FP8, finite numbers saturate, and Inf becomes NaN.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages.
+        k, v: Keys and values of the new tokens, the keys normed and rotated. They are cast to the
+            cache's dtype. In FP8, finite numbers saturate and Inf becomes NaN.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
-        kv_scale: required for a float8_e4m3fn cache: positive, a Python number, float32 [2] or [2,
-            Hk]. k / kv_scale[0] and v / kv_scale[1] are stored.
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        kv_scale: Positive scales of a float8_e4m3fn cache, a Python number, float32 [2] or [2, Hk];
+            the op stores k / kv_scale[0] and v / kv_scale[1]. Required for that dtype only.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
     """
     arguments = OpArguments("gqa_cache_write")
     k = arguments.check("k", k, "B S Hk D")

@@ -31,7 +31,7 @@ from jaxattn.ops.gqa.scores import (
     window_begins,
 )
 
-# Cached tokens that the plain-JAX decode holds at a time, of every row.
+# Cached tokens per row that the plain-JAX decode reads at a time.
 DECODE_BLOCK = 512
 
 
@@ -95,60 +95,60 @@ def gqa_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """Attention of each row's last S tokens to its cached keys and values.
+    """Computes the attention of each row's last S tokens over its cached keys and values.
 
-    Query head h uses key-value head h // (H // Hk). The cache already contains the S tokens
-    (`gqa_cache_write`). Token s sees the positions up to its own, seq_lens - S + s (a causal mask
-    that is aligned at the bottom right). A row with fewer new tokens has them first, and passes
-    their number in `query_lens`, which then replaces S.
+    Query head h reads key-value head h // (H // Hk). The S tokens must be in the cache already
+    (`gqa_cache_write`). Token s sees the positions up to its own, seq_lens - S + s: a causal mask
+    aligned to the bottom right. A row with fewer new tokens puts them first and gives their number
+    in `query_lens`, which then replaces S.
 
-    Padding: the output is exactly 0 and the LSE -inf, also with sinks, for a row with seq_lens 0,
-    for a token s >= query_lens, and for a token with a negative position. Under `jax.jit` the op
-    cannot reject lengths. A row whose seq_lens is negative or beyond M * C, or whose query_lens is
-    beyond S, is then padding too.
+    Padding: `out` is exactly 0 and `lse` is -inf, also with sinks, for a row with seq_lens 0, for a
+    token s >= query_lens, and for a token whose position would be negative. Under `jax.jit`, where
+    the op cannot check lengths, the same holds for a row whose seq_lens is negative or beyond M *
+    C, or whose query_lens is beyond S.
 
-    Uninitialized memory: entries of `block_tables` after a row's length, or before its window, may
-    hold anything. The cache may hold anything, including NaN, in places that no row sees. A NaN in
-    a place that a row sees stays in that row, in any of its S tokens, and is not hidden.
+    Uninitialized memory: entries of `block_tables` past a row's length, or left of its window, may
+    hold anything, NaN included, and so may cache slots outside the tokens that a row sees. A NaN
+    that a row does see stays in that row (in any of its S tokens) and is not hidden.
 
     Args:
-        q: queries, normed and rotated.
-        kv_cache: keys and values by page; a stack of layers with `layer`, or one layer's pages.
+        q: Queries, normed and rotated.
+        kv_cache: Pages of keys and values: a stack of layers (with `layer`) or one layer's pages.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        scale: factor of the scores; D**-0.5, if None.
-        kv_scale: required for a float8_e4m3fn cache: positive, a Python number, float32 [2] (keys,
-            values) or [2, Hk]. The stored numbers times kv_scale are the keys and values.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
-        window: the number of keys that a token sees, including its own, as in transformers; None is
-            all.
-        sinks: float32, a logit of each head that takes part in the softmax once and has no value
-            (gpt-oss); neither `scale` nor `soft_cap` changes it.
-        soft_cap: c of c * tanh(score / c), before the mask; None leaves the scores unchanged.
-        gate: the output is multiplied by sigmoid(gate), in float32. Kernels round the gate to q's
-            dtype first.
-        schedule: `decode_schedule` of these `seq_lens`, shapes and window. A row whose length
-            differs from the length in the schedule gets NaN as its output and LSE. The layers of a
-            step share a schedule, and run one after another, because each call counts in its
-            `arrived`. Without a schedule, each call computes one, in 12 to 24 small kernels. XLA
-            only checks the schedule.
-        arena: scratch for the kernel's output, region "out" of `scratch`. `out` is then a view of
-            the arena, which is valid until the next write to the arena. XLA returns the arena
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+        scale: Factor of the scores. None means D**-0.5.
+        kv_scale: Positive factors of the numbers of a float8_e4m3fn cache, a Python number, float32
+            [2] (keys, values) or [2, Hk]. Required for that dtype only.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        window: Number of keys that a token sees, its own included, as Hugging Face counts them.
+            None means all.
+        sinks: float32 logit of each head, which takes part in the softmax once and has no value
+            (gpt-oss). Neither `scale` nor `soft_cap` applies to it.
+        soft_cap: The c of c * tanh(score / c), applied before the mask. None leaves the scores
             unchanged.
-        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
-            the reference: any shape, float32 throughout (float64 for float64), differentiable. The
-            kernel supports D 64, 128 and 256, pages of 16, 32, 64 and 128 tokens, q in bfloat16 or
-            float16, and a cache in q's dtype or in FP8, which the kernel dequantizes in registers.
+        gate: If given, the output is multiplied by sigmoid(gate), in float32. Kernels round the
+            gate to q's dtype first.
+        schedule: `decode_schedule` of these `seq_lens`, shapes and window. All layers of a step can
+            share it, one call after another, because calls count in its `arrived`. Without it each
+            call computes the schedule in one or two dozen small kernels. If a row's length differs
+            from the schedule's, its output and LSE are NaN. XLA only checks the argument.
+        arena: The arena whose region "out" of `scratch` receives the kernel's output. `out` is then
+            a view of it, valid until the next write to the arena. XLA returns the arena unchanged.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            "xla" is the reference: any shape, float32 throughout (float64 for float64),
+            differentiable. The kernel requires D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens,
+            q of bfloat16 or float16, and a cache of q's dtype or FP8, whose numbers it widens in
+            registers.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
         included), and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("gqa_decode")
     q = arguments.check("q", q, "B S H D")
@@ -187,7 +187,7 @@ def gqa_decode(
     )
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
-        # The kernel itself knows rows of more tokens than their table has places.
+        # The kernel itself detects rows with more tokens than their table has places.
         return gqa_decode_mosaic(dataclasses.replace(call, seq_lens=as_given), interpret=interpret)
 
     def xla() -> tuple[Any, ...]:
@@ -212,12 +212,12 @@ def _decode_xla(call: GqaDecodeCall) -> tuple[jax.Array, jax.Array]:
     wide = jnp.promote_types(jnp.promote_types(q.dtype, read), jnp.float32)
     token = jnp.arange(q_len)
     new = jnp.full_like(seq_lens, q_len) if query_lens is None else query_lens
-    # A token without any key has position -1. A padding row's length may be so negative that the
+    # A token without any key gets position -1. A padding row's length may be so negative that the
     # subtraction wraps around.
     position = (seq_lens - new)[:, None] + token
     real = (token < new[:, None]) & (seq_lens > 0)[:, None] & (position >= 0)
     position = jnp.where(real, position, -1)
-    # The product of two narrow numbers is exact in float32: keys need not be widened before it.
+    # The product of two narrow numbers is exact in float32, so keys need not be widened first.
     narrow = q.dtype if q.dtype == read else wide
     queries = grouped(jnp.where(real[..., None, None], q, 0).astype(narrow), kv_heads)
     row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]

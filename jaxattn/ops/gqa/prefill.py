@@ -1,10 +1,10 @@
-"""Grouped-query attention of many new tokens of a row at once. `jaxattn.gqa` is the public face.
+"""Grouped-query attention of many new tokens per row. `jaxattn.gqa` is the public module.
 
-In plain JAX queries are taken `QUERY_BLOCK` at a time, each block against its row's cached prefix
-and then the new tokens, a block of keys at a time: scores of two blocks are all that is held of
-T x context. The kernel (gqa/prefill/launch.py) holds none. The gradient of `gqa_attention` has a
-kernel too (backward.py); that of `gqa_prefill` is the plain JAX path's, which starts again from the
-inputs.
+The plain-JAX path processes `QUERY_BLOCK` queries at a time, first against their rows' cached
+prefix and then against the new tokens, one block of keys at a time. Of the T x context scores, this
+path therefore holds only two blocks. The kernel (gqa/prefill/launch.py) holds none. The gradient of
+`gqa_attention` has a kernel too (backward.py). That of `gqa_prefill` uses the plain JAX path, which
+recomputes everything from the inputs.
 """
 
 import functools
@@ -41,7 +41,7 @@ from jaxattn.ops.gqa.scores import (
     window_begins,
 )
 
-# New tokens, as queries and as keys, and cached tokens that are held at a time, of every row.
+# Tokens per row processed at a time: new tokens (as queries and as keys), and cached tokens.
 QUERY_BLOCK = 512
 PREFIX_BLOCK = 1024
 
@@ -62,33 +62,32 @@ def gqa_attention(
     gate: Float[Array, "B T H D"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, without a cache: for training.
+    """Computes causal attention of tokens to themselves, without a cache: for training.
 
-    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
-    The kernel has a backward kernel, which gives the same bits in each run. The residuals include
-    `out` and `lse`, and dq is float32.
+    The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
+    TypeError. The kernel's gradient is a kernel too: its bits are reproducible, it saves `out` and
+    `lse`, and it keeps dq in float32.
 
     Args:
-        q, k, v: floating, one dtype; float32 accumulation.
-        lengths: int32, valid tokens of each row, at most T (all, if None; none, if a traced length
-            exceeds T). The other tokens are padding: for any contents, their output is 0, their lse
-            is -inf, and they neither get nor cause a gradient.
-        segment_ids: int32, the id of each token's sequence. The ids must not decrease along a row,
-            and a token sees only tokens of its own sequence. If a row begins with an id of 1 or
-            higher, tokens at its end with an id of 0 or below are padding, as in MaxText's packed
-            rows. A traced row with unsorted ids has no valid tokens.
+        q, k, v: Arrays of one floating dtype; products accumulate in float32.
+        lengths: int32 number of valid tokens of each row, at most T. None means T; a traced length
+            above T means 0. The rest is padding: whatever it holds, its output is 0, its lse is
+            -inf, and it receives and causes no gradient.
+        segment_ids: int32 id of each token's sequence. Ids must not decrease along a row, and a
+            token sees only tokens of its own sequence. At the end of a row that begins with a
+            higher id, tokens with an id of 0 or below are padding, as in MaxText's packed rows. A
+            traced row that is not sorted has no valid tokens.
         cu_seqlens: int32 offsets of n sequences packed in one row (B = 1), starting at 0, instead
             of lengths and segment_ids. Tokens from the last offset on are padding.
-        scale, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: as for `gqa_prefill`.
+        scale, window, sinks, soft_cap, gate: As for `gqa_decode`.
+        implementation: As for `gqa_prefill`.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm, the sink included.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
-            argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("gqa_attention")
     q, k, v = _check_new(arguments, q, k, v)
@@ -137,44 +136,44 @@ def gqa_prefill(
     gate: Float[Array, "B T H D"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Attention of new tokens to themselves and to their row's cached prefix.
+    """Computes the attention of new tokens to themselves and to their row's cached prefix.
 
-    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
+    The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
+    TypeError.
 
-    The op reads the prefix (positions below seq_lens - query_lens) from the cache, a block of pages
-    at a time. The new tokens' keys and values come from `k` and `v`, so the cache may or may not
-    contain them. Pass the cache that `gqa_cache_write` returned, so that XLA need not keep the
+    The op reads the prefix, positions below seq_lens - query_lens, from the cache one block of
+    pages at a time. The new tokens' keys and values come from `k` and `v`, so the cache need not
+    hold them yet. Pass the cache that `gqa_cache_write` returned, so that XLA need not keep the
     cache from before the write.
 
     Args:
-        q, k, v: queries, keys and values of the new tokens, in one dtype, with normed and rotated
-            queries and keys.
-        kv_cache: a stack with `layer`, or one layer's pages; read in q's dtype.
+        q, k, v: Arrays of the new tokens, of one dtype; queries and keys are normed and rotated.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages; read in q's dtype.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1; entries
             past it, or left of its window, are not read.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
-            row.
-        query_lens: int32 new tokens of each row, at most T.
-        scale, kv_scale, layer, window, sinks, soft_cap, gate: as for `gqa_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret" or "xla"; None for the best. The kernel
-            supports D 64, 128 and 256, and q, k and v in one dtype, bfloat16 or float16. If the
-            cache has this dtype and pages of 16, 32, 64 or 128 tokens, the kernel allocates only
-            its results. With fewer than 256 new tokens per row and several query heads per
-            key-value head, the kernel copies queries and output. The kernel unpacks other caches a
-            block of tokens at a time, in 256 MiB or 1024 tokens of each row, whichever is more. One
-            result is then also in float32. "xla" supports any shape, and allocates at most B * H *
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C. 0 means
+            a padding row.
+        query_lens: int32 number of new tokens of each row, at most T.
+        scale, kv_scale, layer, window, sinks, soft_cap, gate: As for `gqa_decode`.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires D 64, 128 or 256, and q, k and v of one dtype, bfloat16 or float16.
+            For a cache of that dtype in pages of 16, 32, 64 or 128 tokens it needs no memory
+            besides its results. With fewer than 256 new tokens per row and several query heads per
+            key-value head, it copies queries and output. Other caches are unpacked one block of
+            tokens at a time: 256 MiB or 1024 tokens of each row, whichever is more. The kernel then
+            also holds one result in float32. "xla" supports any shape, and holds at most B * H *
             512 * 1024 * 4 bytes of scores.
 
     Returns:
-        `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens
-        t >= query_lens, and those whose position would be negative, are padding: exactly 0 and
-        -inf. So is a traced row whose seq_lens is negative or beyond M * C, or whose query_lens is
-        beyond T.
+        `out` in q's dtype and `lse` float32, natural logarithm, the sink included. Tokens t >=
+        query_lens, and those whose position would be negative, are padding: exactly 0 and -inf. The
+        same holds for a traced row whose seq_lens is negative or beyond M * C, or whose query_lens
+        is beyond T.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("gqa_prefill")
     q, k, v = _check_new(arguments, q, k, v)
@@ -236,8 +235,11 @@ def _attend(
     *,
     scores: AttentionScoring,
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries in blocks, one after another; without a cache no row has a prefix, and a token may
-    see the new ones from segments[b, t] on alone."""
+    """Attends block by block of queries.
+
+    Without a cache no row has a prefix. With `segments`, a token sees only new tokens from
+    segments[b, t] on.
+    """
     q, k, v, kv_cache, sinks, gate, kv_scale = match_varying_axes(
         (q, k, v, kv_cache, sinks, gate, kv_scale), block_tables, seq_lens, query_lens, layer
     )
@@ -246,7 +248,7 @@ def _attend(
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
     token = jnp.arange(tokens)
     valid = (token < query_lens[:, None]) & (token >= (query_lens - seq_lens)[:, None])
-    # All three: a NaN times a zero gradient would be NaN in the other operand's gradient.
+    # Mask all three: a NaN times a zero gradient would be NaN in the other operand's gradient.
     q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
     block = min(tokens, QUERY_BLOCK)
     blocks = -(-tokens // block)
@@ -256,7 +258,7 @@ def _attend(
         return jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)))
 
     def cut(x: jax.Array | None) -> jax.Array | None:
-        """[blocks, B, block, ...]"""
+        """Splits tokens into blocks, [blocks, B, block, ...]."""
         if x is None:
             return None
         x = padded(x)
@@ -316,7 +318,7 @@ def _add_prefix(
     kv_scale: jax.Array | None,
     scores: AttentionScoring,
 ) -> OnlineSoftmax:
-    """Adds the cached tokens before the new ones, to queries that are the `own`-th new tokens."""
+    """Adds the cached prefix to the state of queries, which are the `own`-th new tokens."""
     position = prefix[:, None] + own
     format = KVFormat.of(kv_cache.dtype, kv_cache.shape[-1])
 
@@ -348,10 +350,10 @@ def _add_new(
     keys: tuple[Any, ...],
     scores: AttentionScoring,
 ) -> OnlineSoftmax:
-    """Adds the new tokens, a block at a time; blocks that no query sees are not computed.
+    """Adds the new tokens, one block at a time, and skips blocks that no query sees.
 
     Args:
-        begins: the first new token that each query sees; None: it is the window's.
+        begins: The first new token that each query sees. None means that only the window limits it.
     """
     size = keys[0].shape[2]
 

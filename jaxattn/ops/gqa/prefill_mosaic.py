@@ -1,7 +1,8 @@
-"""Grouped-query prefill around the kernel: rows' bounds, and prefixes in other formats than q's.
+"""The kernel path of grouped-query prefill: rows' bounds, and prefixes in formats other than q's.
 
-The kernel itself reads pages of q's dtype. Others are made keys and values of that dtype a block at
-a time, as XLA reads them; each block is attended by the kernel and merged by log-sum-exp.
+The kernel itself reads only pages of q's dtype. For other formats, XLA unpacks keys and values to
+that dtype block by block. The kernel attends to each block, and the results are merged by
+log-sum-exp.
 """
 
 import functools
@@ -16,8 +17,8 @@ from jaxattn.core.cache.paged_cache import page_blocks
 from jaxattn.kernels.gqa.prefill.launch import PagedPrefix, gqa_prefill_mosaic, reads_pages
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 
-# Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
-# values of all rows, and at least PREFIX_BLOCK.
+# Cached tokens per row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
+# values over all rows, and at least PREFIX_BLOCK.
 PREFIX_BLOCK = 1024
 UNPACKED_BYTES = 2**28
 
@@ -25,7 +26,7 @@ UNPACKED_BYTES = 2**28
 def merged(
     out: jax.Array, lse: jax.Array, other: jax.Array, other_lse: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Two attentions over disjoint keys as one, in float32; 0 and -inf is one that saw nothing."""
+    """Merges two results over disjoint keys in float32; 0 with -inf is one that saw no key."""
     both = jnp.logaddexp(lse, other_lse)
     shift = jnp.where(jnp.isneginf(both), 0, both)
     mine, others = (jnp.exp(x - shift)[..., None] for x in (lse, other_lse))
@@ -50,8 +51,10 @@ def prefill_mosaic(
     scores: AttentionScoring,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gqa.gqa_prefill`, or without a cache `gqa_attention`, by the kernel. There a token
-    may see those from segments[b, t] on alone."""
+    """The kernel path of `jaxattn.gqa.gqa_prefill`, or of `gqa_attention` without a cache.
+
+    With `segments`, a token sees only new tokens from segments[b, t] on.
+    """
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, q.shape[1]), 0)
     first = jnp.maximum(query_lens - seq_lens, 0)
     prefix = jnp.where(query_lens > 0, jnp.maximum(seq_lens - query_lens, 0), 0)
@@ -97,7 +100,7 @@ def prefill_mosaic(
         return merged(state[0], state[1], out, lse)
 
     def all_tokens() -> tuple[jax.Array, jax.Array]:
-        # The sink is a key of the new tokens alone.
+        # The sink counts once, so only the new tokens' part includes it.
         out, lse = attend(k, v, own, None, sinks, None)
         size = pages.shape[-1] * kv_cache.shape[-3]
         start = jnp.int32(0)
@@ -114,7 +117,8 @@ def prefill_mosaic(
     out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, new_tokens)
     if gate is None:
         return out, lse
-    # After both branches alike: a row's bits do not depend on which branch other rows need.
+    # The gate is applied after both branches, so that a row's bits do not depend on which branch
+    # other rows need.
     shut = jnp.isneginf(lse)[..., None]  # padding, whose gate may be NaN
     out = jnp.where(shut, 0, out * jax.nn.sigmoid(gate.astype(q.dtype).astype(jnp.float32)))
     return out.astype(q.dtype), lse

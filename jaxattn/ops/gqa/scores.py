@@ -21,12 +21,13 @@ from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionScoring:
-    """How a query scores a key, and which keys it sees.
+    """The scoring of keys by a query, and the keys that the query sees.
 
     Attributes:
-        scale: factor of the scores.
-        window: keys that a query sees, its own token's included; None is all before it.
-        soft_cap: c of c * tanh(score / c); None leaves the scores as they are.
+        scale: Factor of the scores.
+        window: Number of keys that a query sees, its own token's included. None means all before
+            it.
+        soft_cap: The c of c * tanh(score / c). None leaves the scores unchanged.
     """
 
     scale: float
@@ -37,7 +38,7 @@ class AttentionScoring:
     def checked(
         cls, arguments: OpArguments, head_dim: int, scale: Any, window: Any, soft_cap: Any
     ) -> "AttentionScoring":
-        """Of an op's arguments; it raises in the op's name."""
+        """Returns the scoring of an op's arguments after checking them; errors name the op."""
         op = arguments.op
         scale = head_dim**-0.5 if scale is None else arguments.check_scale(scale)
         window = check_window(op, window)
@@ -55,17 +56,17 @@ class AttentionScoring:
         return cls(scale=call.scale, window=call.window, soft_cap=call.soft_cap)
 
     def of(self, queries: Float[Array, "B Hk R D"], keys: Float[Array, "B K Hk D"]) -> Array:
-        """float32 [B, Hk, R, K] (float64 for float64)."""
+        """Returns the scores, float32 [B, Hk, R, K] (float64 for float64)."""
         scores = dot("bhrd,bkhd->bhrk", queries, keys) * self.scale
         return scores if self.soft_cap is None else self.soft_cap * jnp.tanh(scores / self.soft_cap)
 
     def visible(self, query: Int[Array, "*q"], key: Int[Array, "*k"]) -> Bool[Array, "*qk"]:
-        """Whether the token at position `query` sees the one at `key`; both broadcast."""
+        """Returns whether the token at position `query` sees the one at `key`; both broadcast."""
         seen = key <= query
         return seen if self.window is None else seen & (key > query - self.window)
 
     def first_seen(self, query: Int[Array, "*q"]) -> Int[Array, "*q"]:
-        """The first position that the token at `query` sees."""
+        """Returns the first position that the token at `query` sees."""
         if self.window is None:
             return jnp.zeros_like(query)
         return jnp.maximum(query - (self.window - 1), 0)
@@ -87,21 +88,21 @@ def check_sinks(arguments: OpArguments, sinks: Any) -> jax.Array | None:
 
 
 def grouped(x: Float[Array, "B Q H D"], kv_heads: int) -> Float[Array, "B Hk R D"]:
-    """The rows of each key-value head."""
+    """Groups queries into the rows of each key-value head."""
     batch, tokens, heads, dim = x.shape
     x = x.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
     return x.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
 
 
 def ungrouped(x: Float[Array, "B Hk R *D"], tokens: int) -> Float[Array, "B Q H *D"]:
-    """The inverse of `grouped`, of outputs or of one number for each row."""
+    """Inverts `grouped`, for outputs or for one number per row."""
     batch, kv_heads, rows, *dim = x.shape
     x = x.reshape(batch, kv_heads, tokens, rows // tokens, *dim)
     return x.swapaxes(1, 2).reshape(batch, tokens, -1, *dim)
 
 
 def weigh(values: Float[Array, "B K Hk D"]) -> Callable[[jax.Array], jax.Array]:
-    """How a softmax sums these values: probabilities are rounded to the values' dtype."""
+    """Returns a function that sums values weighted by p, rounded to the values' dtype."""
     return lambda p: dot("bhrk,bkhd->bhrd", p.astype(values.dtype), values)
 
 
@@ -111,7 +112,10 @@ def finish(
     sinks: Float[Array, "H"] | None,
     gate: Float[Array, "B Q H D"] | None,
 ) -> tuple[Float[Array, "B Q H D"], Float[Array, "B Q H"]]:
-    """(out, lse), wide: the sinks joined once, then the gate; 0 and -inf where `sees` is not."""
+    """Returns (out, lse) in the wide dtype: adds the sinks once, then applies the gate.
+
+    `out` is 0 and `lse` is -inf where `sees` is False.
+    """
     batch, tokens = sees.shape
     kv_heads, rows = state.top.shape[1:]
     rows_see = jnp.repeat(sees, rows // tokens, axis=1)[:, None]
@@ -124,7 +128,7 @@ def finish(
     out, lse = state.finish(jnp.broadcast_to(rows_see, state.top.shape))
     out, lse = ungrouped(out, tokens), ungrouped(lse, tokens)
     if gate is not None:
-        # Before the sigmoid: the gradient of a NaN at padding would be NaN.
+        # Masked before the sigmoid: the gradient of a NaN at padding would be NaN.
         gate = jnp.where(sees[..., None, None], gate, 0).astype(out.dtype)
         out = out * jax.nn.sigmoid(gate)
     return out, lse
@@ -133,7 +137,7 @@ def finish(
 def window_begins(
     scores: AttentionScoring, first_query: Int[Array, "B"], lengths: Int[Array, "B"]
 ) -> Int[Array, "B"] | None:
-    """Where each row begins to read its cached tokens; None where all rows begin at 0."""
+    """Returns where each row begins to read its cached tokens, or None if all rows begin at 0."""
     if scores.window is None:
         return None
     return jnp.minimum(scores.first_seen(jnp.maximum(first_query, 0)), lengths)

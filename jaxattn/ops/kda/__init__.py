@@ -1,1 +1,1 @@
-"""Kimi Delta Attention: `jaxattn.kda` is the public face."""
+"""Kimi Delta Attention; `jaxattn.kda` is the public module."""

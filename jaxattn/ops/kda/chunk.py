@@ -1,4 +1,4 @@
-"""Kimi's delta rule over whole sequences, in chunks; in XLA by chunk_xla.py."""
+"""Kimi's delta rule over whole sequences, in chunks; chunk_xla.py has the XLA path."""
 
 from jaxtyping import Array, Float, Int
 
@@ -23,32 +23,32 @@ def chunk_kda(
     split_tokens: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """Kimi's delta rule over whole sequences, in matmuls over chunks of tokens.
+    """Computes Kimi's delta rule over whole sequences, by matmuls over chunks of tokens.
 
-    Differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and `jax.jacfwd`
-    raise TypeError. `recurrent_kda` supports both modes.
+    The op is differentiable in reverse mode only: `jax.grad` and `jax.vjp` work, `jax.jvp` and
+    `jax.jacfwd` raise TypeError. `recurrent_kda` supports both modes.
 
     Matmul operands have q's dtype, including keys and queries times their decays. States, gates,
     their sums and the chunk's inverse are float32.
 
     Args:
-        q, k, v: one dtype, float32, bfloat16 or float16. Value head h uses key head
+        q, k, v: Arrays of one dtype: float32, bfloat16 or float16. Value head h uses key head
             `h // (Hv // Hk)`; published models have Hv = Hk.
-        g: log decay of each channel of the key, <= 0, float32. Values may be arbitrarily small:
-            -1000 or -inf clears the channel's part of the state, and 0 keeps this part exactly.
+        g: float32 log decay of each channel of the key, <= 0, of any strength: -1000 or -inf clears
+            the channel's part of the state, and 0 keeps it exactly.
         beta, scale, initial_state, output_final_state, cu_seqlens, chunk_size, use_qk_l2norm,
-            split_tokens, implementation: as in `jaxattn.gdn.chunk_gated_delta_rule`.
+            split_tokens, implementation: As in `jaxattn.gdn.chunk_gated_delta_rule`.
 
     Returns:
-        `(o, final_state)`: o in v's dtype; final_state float32, or None unless asked for.
+        `(o, final_state)`: o in v's dtype; final_state float32, or None unless requested.
 
     Raises:
-        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer; or
-            the op is differentiated in forward mode.
-        ValueError: a shape does not fit, or a concrete cu_seqlens decreases or passes T.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, has a wrong dtype, or should be an integer; or the
+            op is differentiated in forward mode.
+        ValueError: A shape does not fit, or a concrete cu_seqlens decreases or exceeds T.
+        Refusal: The requested implementation does not support this call; the message says why.
 
-    Source: Kimi Linear (2025), in the chunk form of Yang, Kautz, Hatamizadeh (2024).
+    Source: Kimi Linear (2025), in the chunked form of Yang, Kautz, Hatamizadeh (2024).
     """
     return chunk_rule(
         "chunk_kda",

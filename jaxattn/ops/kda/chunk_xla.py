@@ -1,4 +1,4 @@
-"""The chunk form where every channel of the key decays by itself: A, P and what meets the state.
+"""The chunked form with a decay per channel of the key: A, P and the factors of the state.
 
 With `G` [C, Dk] the running sum of the log decays in a chunk, and rows i, j of it:
 
@@ -7,15 +7,16 @@ With `G` [C, Dk] the running sum of the log decays in a chunk, and rows i, j of 
     k_read    = k exp(G)            q_read = q exp(G)
     k_written = k exp(G_last - G)   decay  = exp(G_last)
 
-exp(G_i - G_j) has a place in a matrix product only as a product of two factors, and exp(-G_j) of a
-strong decay is inf. So a chunk is cut in halves, those again, and so on. A row i of a second half
-and a column j of the first meet at the place between the halves, m:
+exp(G_i - G_j) fits into a matrix product only as a product of two factors, and exp(-G_j) of a
+strong decay is inf. The code therefore divides a chunk into halves, those into halves, and so on. A
+row i of a second half and a column j of the first half are joined at the place m between the
+halves:
 
     exp(G_i - G_j) = exp(G_i - G_m) exp(G_m - G_j)
 
-Both factors are at most 1, whatever the gates are. A factor is 0 in float32 only where the whole
-decay is below 1e-38. Sums are made half by half, and never as differences: a small decay that
-follows a large one keeps its digits.
+Both factors are at most 1, whatever the gates are. A factor is 0 in float32 only if the whole decay
+is below 1e-38. Sums are added half by half and never formed as differences, so a small decay after
+a large one keeps its digits.
 """
 
 import jax
@@ -26,7 +27,7 @@ from jaxattn.core.numerics.matmul import matmul
 from jaxattn.ops.gdn.chunk_xla import ChunkOperands, DeltaRule
 from jaxattn.ops.gdn.triangular_inverse import lower_pairs, unit_lower_inverse
 
-MATMUL_COLUMNS = 16  # of a block from which on it is multiplied as a matrix
+MATMUL_COLUMNS = 16  # columns of a block from which on a matmul computes it
 
 
 def channel_operands(
@@ -36,10 +37,10 @@ def channel_operands(
     beta: Float[Array, "N B H C"],
     dtype: jnp.dtype,
 ) -> ChunkOperands:
-    """The operands of the scan over chunks; C is a power of two."""
-    # From the start of a token's block up to it, and from behind it to the block's end.
+    """Returns the operands of the scan over chunks; C is a power of two."""
+    # Sums from the start of a token's block up to the token, and from after it to the block's end.
     up_to, behind = g, jnp.zeros_like(g)
-    # Blocks of one token: its query meets its own key without decay.
+    # Blocks of one token, whose query sees its own key without decay.
     rows = (q.astype(jnp.float32), k.astype(jnp.float32))
     own = jnp.sum(rows[0] * rows[1], axis=-1)
     p, a = own[..., None, None], jnp.zeros_like(own)[..., None, None]
@@ -75,20 +76,20 @@ KIMI = DeltaRule(channel_operands, channels=True, sigmoid=True)
 
 
 def _scores(rows: Array, columns: Array, dtype: jnp.dtype) -> Array:
-    """rows columns^T of each block, float32. Of a few columns sums are faster than matmuls."""
+    """Returns rows columns^T of each block in float32; for few columns, sums are faster."""
     if columns.shape[-2] < MATMUL_COLUMNS:
         return jnp.sum(rows[..., :, None, :] * columns[..., None, :, :], axis=-1)
     return matmul("nbhmid,nbhmjd->nbhmij", rows, columns, dtype)
 
 
 def _halves(x: Array, size: int) -> tuple[Array, Array]:
-    """First and second halves of the blocks of 2 * size rows, each [..., C / 2 size, size, D]."""
+    """Returns the halves of the blocks of 2 * size rows, each [..., C / 2 size, size, D]."""
     pairs = x.reshape(*x.shape[:-2], x.shape[-2] // (2 * size), 2, size, x.shape[-1])
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
 def _joined_sums(up_to: Array, behind: Array, size: int) -> tuple[Array, Array]:
-    """Both sums for blocks of 2 * size rows, of those for blocks of `size`."""
+    """Returns both sums for blocks of 2 * size rows, from those for blocks of `size` rows."""
     (first, second), (first_behind, second_behind) = _halves(up_to, size), _halves(behind, size)
     shape = up_to.shape
     up_to = jnp.stack([first, second + first[..., -1:, :]], axis=-3)

@@ -1,4 +1,4 @@
-"""Kimi's delta rule of a few new tokens per row, on a state pool."""
+"""Kimi's delta rule for a few new tokens per row, on a state pool."""
 
 from typing import Any
 
@@ -35,24 +35,24 @@ def kda_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """S more tokens of each row, with the state read from and written to a pool.
+    """Processes S more tokens of each row, and reads and writes the state in a pool.
 
-    `jaxattn.kda.kimi_delta_attention_decode` also computes a layer's convolution, gates and gated
-    norm in the same kernel. Use this op for models with a different convolution, gate or norm.
+    `jaxattn.kda.kimi_delta_attention_decode` fuses the same with a layer's convolution, gates and
+    gated norm. Use this op for models whose convolution, gates or norm differ.
 
     Args:
-        q, k, v: one dtype. The recurrence itself is float32.
-        f, b, A_log, dt_bias, lower_bound: inputs of `kda_gates`, any float dtype.
+        q, k, v: Arrays of one dtype. The recurrence itself is float32.
+        f, b, A_log, dt_bias, lower_bound: Inputs of `kda_gates`, of any floating dtype.
         state, state_indices, write_indices, layer, scale, use_qk_l2norm, arena,
-            implementation: as in `jaxattn.gdn.gated_delta_rule_decode`.
+            implementation: As in `jaxattn.gdn.gated_delta_rule_decode`.
 
     Returns:
         `(o, state)`, with an arena `(o, state, arena)`; o is `[B, S, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or concrete slots repeat or lie outside the pool.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "kda_decode"
     q, k, v, f, b = floats(op, q=q, k=k, v=v, f=f, b=b)

@@ -1,4 +1,4 @@
-"""The gates of Kimi Delta Attention: a log decay per channel of the key, a strength per head."""
+"""The gates of Kimi Delta Attention: a log decay per key channel and a strength per head."""
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,17 @@ def kda_gates(
     *,
     lower_bound: float | None = None,
 ) -> tuple[Float[Array, "*B Hv Dk"], Float[Array, "*B Hv"]]:
-    """Log decays `g = -exp(A_log) * softplus(f + dt_bias)` and `beta = sigmoid(b)`, in float32.
+    """Computes `g = -exp(A_log) * softplus(f + dt_bias)` and `beta = sigmoid(b)`, in float32.
 
     Args:
-        lower_bound: below 0; the log decay is then `lower_bound * sigmoid(exp(A_log) * (f +
-            dt_bias))`, which stays above it (Ling-3.0, and FLA's safe gate).
+        lower_bound: If given, a number below 0. The log decay g is then
+            `lower_bound * sigmoid(exp(A_log) * (f + dt_bias))`, which stays above `lower_bound`
+            (Ling-3.0, and FLA's safe gate).
 
     Raises:
-        TypeError, ValueError: an argument is not an array, or has a wrong shape, dtype or value.
+        TypeError, ValueError: An argument is not an array, or has a wrong shape, dtype or value.
 
-    Source: Kimi-Linear's and Ling-3.0's layers.
+    Source: the layers of Kimi-Linear and Ling-3.0.
     """
     op = "kda_gates"
     f, b, A_log, dt_bias = floats(op, f=f, b=b, A_log=A_log, dt_bias=dt_bias)

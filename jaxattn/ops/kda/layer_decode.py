@@ -1,9 +1,9 @@
-"""One decode step of a Kimi Delta Attention layer, from its input projections to its output's.
+"""One decode step of a Kimi Delta Attention layer, between its input and output projections.
 
-The layer (Kimi-Linear, Ling-3.0) projects its input to q, k and v, which go through causal
-convolutions and SiLU; to f, of which the decay of each channel of the key is made; to b, and to a
-gate. The delta rule gives an output per head, and a RMS norm times sigmoid(gate) ends it. The three
-convolutions are one of 3 H D channels.
+The layer (Kimi-Linear, Ling-3.0) projects its input to q, k and v, to f, to b, and to a gate.
+Causal convolutions with SiLU process q, k and v; the three are one convolution of 3 H D channels.
+The decay of each channel of the key is computed from f. The delta rule gives an output per head,
+and a RMS norm times sigmoid(gate) ends the layer.
 """
 
 from typing import Any
@@ -40,15 +40,15 @@ def pack_kda_weights(
     norm: Float[Array, "*L D"],
     conv: Float[Array, "*L 3*H*D W"],
 ) -> Float[Array, "*L P"]:
-    """A layer's small weights as `kimi_delta_attention_decode` reads them, float32.
+    """Packs a layer's small weights for `kimi_delta_attention_decode`, as float32.
 
-    P is `H + H D + D + W 3 H D`: A_log, dt_bias, the norm's weight, and the convolution's taps with
-    the oldest first. Pack a stack of layers once, when you load the model. The op indexes the
-    stack, so a loop over layers copies nothing.
+    P is `H + H D + D + W 3 H D`: A_log, dt_bias, the norm's weight, and the convolution's taps,
+    oldest first. Pack a stack of layers once, at load time: the op indexes the stack, so a loop
+    over layers copies nothing out of it.
 
     Raises:
-        TypeError, ValueError: a weight is not an array, or its shape does not match the others; the
-            message names the weight.
+        TypeError, ValueError: An argument is not an array or does not fit the others; the message
+            names it.
     """
     op = "pack_kda_weights"
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
@@ -88,30 +88,30 @@ def kimi_delta_attention_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """S more tokens of each row through convolution, gates, Kimi's delta rule and gated norm.
+    """Processes S more tokens of each row: convolution, gates, Kimi's delta rule and gated norm.
 
     Args:
-        qkv: the projections' columns q | k | v, head after head; float32, bfloat16 or float16.
-        f, b: inputs of `kda_gates`, head after head, any float dtype. The gates are float32. The op
-            does not read columns of b after those of the heads.
-        gate: the norm's output is multiplied by sigmoid(gate); any float dtype.
-        weights: `pack_kda_weights(...)` of this layer, or of a stack of layers, which `layer`
-            indexes as well.
-        conv_state: the last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, 3 H D]` or a
-            stack `[L, ...]` with `layer`; any float dtype.
-        lower_bound: as in `kda_gates`.
-        state, state_indices, write_indices, layer, arena, implementation: as in
+        qkv: The projections' columns q | k | v, head after head; float32, bfloat16 or float16.
+        f, b: Inputs of `kda_gates`, head after head, of any floating dtype. The gates are float32.
+            Columns of b after the heads' are ignored.
+        gate: The norm's output is multiplied by sigmoid(gate). Any floating dtype.
+        weights: `pack_kda_weights(...)` of this layer, or of a stack of layers that `layer`
+            indexes.
+        conv_state: The last W - 1 inputs of the convolution, oldest first, `[Z, W - 1, 3 H D]` or a
+            stack `[L, ...]` with `layer`; any floating dtype.
+        lower_bound: As in `kda_gates`.
+        state, state_indices, write_indices, layer, arena, implementation: As in
             `jaxattn.gdn.gated_delta_net_decode`.
-        scale: factor on the delta rule's output, D**-0.5 if None.
-        eps: epsilon of the norm over D.
+        scale: Factor of the delta rule's output. None means D**-0.5.
+        eps: Epsilon of the norm over D.
 
     Returns:
         `(y, conv_state, state)`, and the arena if one was given; y is `[B, S, H D]` in qkv's dtype.
 
     Raises:
-        TypeError: an argument is not an array, or has a wrong dtype.
-        ValueError: a shape does not fit, or concrete slots repeat or leave the pool.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, or has a wrong dtype.
+        ValueError: A shape does not fit, or concrete slots repeat or lie outside the pool.
+        Refusal: The requested implementation does not support this call; the message says why.
 
     Source: Kimi-Linear's layer.
     """

@@ -29,27 +29,27 @@ def kda_prefill(
     output_norm: OutputNorm | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "*L Z Hv Dv Dk"]]:
-    """`chunk_kda` with each sequence's state read from and written to a pool.
+    """`chunk_kda` that reads and writes each sequence's state in a pool.
 
-    Differentiable in reverse mode only, and only with "xla".
+    The op is differentiable in reverse mode only, and only with "xla".
 
     Args:
-        q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: as in `chunk_kda`; n is B, or
+        q, k, v, g, beta, cu_seqlens, scale, chunk_size, split_tokens: As in `chunk_kda`; n is B, or
             with cu_seqlens the number of sequences.
-        state, state_indices, write_indices, has_initial_state, layer, checkpoints: as
-            in `jaxattn.gdn.gated_delta_rule_prefill`.
-        use_qk_l2norm: normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
-        output_norm: o becomes `o / rms(o) * weight * sigmoid(z)` over Dv, in float32. z is in the
-            gate's last Hv * Dv columns, head after head.
+        state, state_indices, write_indices, has_initial_state, layer, checkpoints: As in
+            `jaxattn.gdn.gated_delta_rule_prefill`.
+        use_qk_l2norm: Whether to normalize q and k to `x * rsqrt(sum(x^2) + 1e-6)` first.
+        output_norm: If given, o becomes `o / rms(o) * weight * sigmoid(z)` over Dv, in float32. z
+            is in the gate's last Hv * Dv columns, head after head.
 
     Returns:
         `(o, state)`; o is `[B, T, Hv, Dv]` in v's dtype.
 
     Raises:
-        TypeError: an argument is not an array or has a wrong dtype, or a size is not an integer.
-        ValueError: a shape does not fit, a concrete cu_seqlens decreases or passes T, or concrete
-            slots leave the pool or collide.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError: An argument is not an array, has a wrong dtype, or should be an integer.
+        ValueError: A shape does not fit, a concrete cu_seqlens decreases or exceeds T, or concrete
+            slots lie outside the pool or collide.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     return prefill_rule(
         "kda_prefill",

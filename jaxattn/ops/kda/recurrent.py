@@ -1,4 +1,4 @@
-"""Kimi's delta rule token after token: the definition."""
+"""Kimi's delta rule token by token: the definition."""
 
 from jaxtyping import Array, Float, Int
 
@@ -20,10 +20,11 @@ def recurrent_kda(
     use_qk_l2norm: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "n Hv Dv Dk"] | None]:
-    """`chunk_kda` one token at a time, in float32: the definition of the rule.
+    """Computes `chunk_kda` one token at a time, in float32: the definition of the rule.
 
-    Arguments, results and errors are those of `chunk_kda`; `scale` may be traced. Differentiable in
-    both modes; reverse mode saves one state per token. The op has no kernel.
+    Use it for a few tokens, and as a reference. Arguments, results and errors are those of
+    `chunk_kda`, except that `scale` may be traced. The op is differentiable in both modes; reverse
+    mode saves one state per token. There is no kernel.
     """
     return recurrent_rule(
         "recurrent_kda",

@@ -1,1 +1,1 @@
-"""Linear layers of few tokens, RMS norms, and both in one launch."""
+"""Linear layers for few tokens, RMS norms, and both fused in one launch."""

@@ -1,11 +1,11 @@
-"""Products of tokens with matrices of a layer in 4 bits, which stay in their stacks.
+"""Products of tokens with a layer's 4-bit matrices, which are read in place from their stacks.
 
     q, k = linear_four_bit_layer(x, (q_proj, k_proj), form, layer=l)
     h = gated_four_bit_layer(x, (gate_proj, up_proj), form, layer=l)
 
-Matrices [N, K] lie in tiles with their scales (`core.numerics.four_bit_tiles`). For up to 256
-tokens a kernel reads them where they lie. XLA's product dequantizes a layer's matrix, rounded to
-the tokens' dtype: it is made for many tokens.
+Matrices [N, K] are stored as tiles with their scales (`core.numerics.four_bit_tiles`). For up to
+256 tokens a kernel reads them in place. XLA's product, which is meant for many tokens, dequantizes
+a layer's matrix and rounds it to the tokens' dtype.
 """
 
 from collections.abc import Sequence
@@ -34,20 +34,21 @@ def linear_four_bit_layer(
     out_dtypes: Sequence[DTypeLike] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`x @ weight[layer].T` of each stack of tiles, summed in float32.
+    """Computes `x @ weight[layer].T` for each stack of tiles, summed in float32.
 
     Args:
-        x: tokens; the kernel has bfloat16, and float16 where scales are not bfloat16.
-        weights: stacks of tiles, of any N each and one K.
-        form: of the tiles.
-        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
-        out_dtypes: of the results; float32 if None.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to 256
-            tokens and N of at least 128. The gradient is "xla"'s.
+        x: Tokens. The kernel supports bfloat16, and float16 if scales are not bfloat16.
+        weights: Stacks of tiles, with any N each and one K.
+        form: Format of the tiles.
+        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        out_dtypes: Dtypes of the results. None means float32.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires 1 to 256 tokens and N of at least 128. The gradient is that of
+            "xla".
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
     return tuple(_linears(x, list(weights), form, layer, dtypes, False, implementation))
@@ -62,7 +63,7 @@ def gated_four_bit_layer(
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T N"]:
-    """`silu(gate) * up`, of the products with both matrices, float32 until it is rounded once.
+    """Computes `silu(gate) * up` of the products with both matrices, in float32 and rounded once.
 
     Arguments, limits and errors are those of `linear_four_bit_layer`; gate comes before up.
     """
@@ -104,7 +105,7 @@ def _check(x: Array, weights: list[Array], form: FourBitFormat) -> None:
 
 def _product(x: Array, weights: Array, layer: Array, *, form: FourBitFormat) -> Array:
     tiles = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
-    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    # XLA's default for float32 on a GPU is TF32, which is too coarse for a float32 model.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide = dequantize(tiles, form, x.dtype)
     return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

@@ -1,13 +1,13 @@
-"""Products of tokens with FP8 matrices of a layer, which stay in their stacks.
+"""Products of tokens with a layer's FP8 matrices, which are read in place from their stacks.
 
     q, kv = linear_fp8_layer(x, (q_proj, kv_a_proj), (q_scale, kv_a_scale), layer=l)
     h = gated_fp8_layer(x, (gate_proj, up_proj), (gate_scale, up_scale), layer=l)
 
-Matrices are [N, K], as checkpoints have them, with a scale for each block of 128 x 128. Columns are
-put in pairs on loading, `interleave_columns(numbers)`. For up to 256 tokens kernels read matrices
-where they lie, a byte for each number: one for up to 32, one for more. XLA's product takes a
-layer's matrix out of the stack, and rounds its weights to the tokens' dtype: it is made for many
-tokens.
+Matrices are [N, K], as in checkpoints, with a scale for each block of 128 x 128. At load time
+`interleave_columns(numbers)` arranges columns in pairs. For up to 256 tokens kernels read the
+matrices in place, one byte per number: one kernel for up to 32 tokens, another for more. XLA's
+product, which is meant for many tokens, copies a layer's matrix out of the stack and rounds its
+weights to the tokens' dtype.
 """
 
 from collections.abc import Sequence
@@ -39,22 +39,23 @@ def linear_fp8_layer(
     out_dtypes: Sequence[DTypeLike] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`x @ (scale * weight)[layer].T` of each stack of weights, summed in float32.
+    """Computes `x @ (scale * weight)[layer].T` for each stack of weights, summed in float32.
 
     Args:
-        x: tokens; the kernels have bfloat16 and float16.
-        weights: stacks of float8_e4m3fn, of any N each and K a multiple of 16, in pairs
-            (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`).
-        scales: float32, of blocks of 128 x 128 of each; sizes are rounded up.
-        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
-        out_dtypes: of the results; float32 if None.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels have 1 to
-            256 tokens, K a multiple of 128, N a multiple of 64 and at least 128. They multiply
-            exact FP8 numbers; "xla" rounds weights to x's dtype. The gradient is "xla"'s.
+        x: Tokens. The kernels support bfloat16 and float16.
+        weights: Stacks of float8_e4m3fn, with any N each and K a multiple of 16, with columns in
+            pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`).
+        scales: float32 scales of blocks of 128 x 128 of each matrix; block counts are rounded up.
+        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        out_dtypes: Dtypes of the results. None means float32.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernels require 1 to 256 tokens, K a multiple of 128, and N a multiple of 64 and at
+            least 128. They multiply exact FP8 numbers; "xla" rounds weights to x's dtype. The
+            gradient is that of "xla".
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
     return tuple(_linears(x, list(weights), list(scales), layer, dtypes, False, implementation))
@@ -69,7 +70,7 @@ def gated_fp8_layer(
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T N"]:
-    """`silu(gate) * up`, of the products with both matrices, float32 until it is rounded once.
+    """Computes `silu(gate) * up` of the products with both matrices, in float32 and rounded once.
 
     Arguments, limits and errors are those of `linear_fp8_layer`; gate comes before up.
     """
@@ -79,7 +80,7 @@ def gated_fp8_layer(
 
 
 def refusal(x: tuple[int, int], dtype: DTypeLike, weights: Sequence[Shaped]) -> str | None:
-    """Why no kernel serves x [T, K] of this dtype and these weights [L, N, K], or None."""
+    """Returns why no kernel supports x [T, K] of this dtype and weights [L, N, K], or None."""
     few = x[0] <= fp8_linear.MOST_TOKENS
     return (fp8_linear if few else fp8_large_batch_linear).refusal(x, dtype, weights)
 
@@ -131,7 +132,7 @@ def _product(x: Array, weights: Array, scales: Array, layer: Array) -> Array:
     weight, scale = (
         lax.dynamic_index_in_dim(each, layer, keepdims=False) for each in (weights, scales)
     )
-    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    # XLA's default for float32 on a GPU is TF32, which is too coarse for a float32 model.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     wide = dequantize(deinterleave_columns(weight), scale, x.dtype)
     return jnp.matmul(x, wide.T, precision=exact, preferred_element_type=jnp.float32)

@@ -1,13 +1,13 @@
-"""Products of tokens with the matrices of a layer, which stay in their stacks.
+"""Products of tokens with a layer's matrices, which are read in place from their stacks.
 
     q, kv = linear_layer(x, (q_proj, kv_a_proj), layer=l)      x @ q_proj[l], x @ kv_a_proj[l]
     h = gated_layer(x, gate_proj, up_proj, layer=l)            silu(x @ gate) * (x @ up)
     y = heads_layer(x, weights, layer=l)                       x[:, h] @ weights[l, h] of each head
 
-In a loop over layers XLA's products take a layer's matrix out of the stack, some by a copy. For a
-few tokens a product is as fast as its weights are read; the kernel is made for those. More tokens
-go to XLA. So a row's last bits depend on how many rows a step is compiled for, and on nothing that
-is beside it in the step. The gradient is XLA's.
+In a loop over layers, XLA's products take a layer's matrix out of the stack, in some cases by a
+copy. With few tokens a product takes as long as reading its weights, and the kernel is made for
+this case. XLA computes larger batches. A row's last bits therefore depend on the number of rows for
+which a step was compiled, but not on the other rows. The gradient is XLA's.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ from jaxattn.kernels.linear.cta import ROWS
 from jaxattn.kernels.linear.linear import OP, linears_mosaic, refusal
 from jaxattn.kernels.linear.rope_epilogue import DIMS, RopeEpilogueParams
 
-# Of a product of heads: XLA pads fewer to so many, and is the faster with more.
+# For a product of heads XLA pads fewer tokens to this number, and is faster with more.
 FEW_TOKENS = 8
 
 type Layer = int | Int[Array, ""] | StackedLayer
@@ -56,22 +56,24 @@ def linear_layer(
     split: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`x @ weight[layer] + bias[layer]` of each stack of weights, summed in float32.
+    """Computes `x @ weight[layer] + bias[layer]` for each stack of weights, summed in float32.
 
     Args:
-        x: tokens; they are rounded to the weights' dtype.
-        weights: stacks of one dtype, of any N each.
-        layer: index into the stacks: an int, a traced scalar, or the place in a pattern.
-        biases: a stack for each; numbers behind the first N are not read. None adds nothing.
-        out_dtypes: of the results; float32 if None.
-        split: each stack multiplies K numbers of x of its own, in order, and x is [*T, stacks * K].
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has 1 to
-            32 tokens (1 to 4 where a matrix is above 32 MiB), K and N multiples of 64, in bfloat16
-            or float16. Its gradient is recomputed by "xla".
+        x: Tokens, which are rounded to the weights' dtype.
+        weights: Stacks of one dtype, with any N each.
+        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        biases: One stack of biases per stack of weights; numbers after the first N are ignored.
+            None adds nothing.
+        out_dtypes: Dtypes of the results. None means float32.
+        split: Whether each stack multiplies its own K numbers of x, in order; x is then [*T, stacks
+            * K].
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires 1 to 32 tokens (1 to 4 if a matrix is larger than 32 MiB), K and N
+            multiples of 64, and bfloat16 or float16. "xla" recomputes its gradient.
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     dtypes = [jnp.dtype(d) for d in out_dtypes or [jnp.float32] * len(weights)]
     return tuple(
@@ -91,7 +93,7 @@ def gated_layer(
     out_dtype: DTypeLike = jnp.bfloat16,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T N"]:
-    """`silu(x @ gate[layer]) * (x @ up[layer])`, float32 until it is rounded once.
+    """Computes `silu(x @ gate[layer]) * (x @ up[layer])`, in float32 and rounded once.
 
     Arguments, limits and errors are those of `linear_layer`.
     """
@@ -113,17 +115,17 @@ def heads_layer(
     spare_heads: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T H N"]:
-    """`x[..., h, :] @ weights[layer, h]` of each head, summed in float32, in x's dtype.
+    """Computes `x[..., h, :] @ weights[layer, h]` for each head, summed in float32, in x's dtype.
 
     Args:
-        x: its heads behind the first H are not read.
-        turned: the tokens' rotation. x then has P numbers more of each head, [*T, H, K + P], and
-            the result has them rotated behind the product, [*T, H, N + P].
-        spare_heads: of the result, behind the others, for an op that reads heads in eights. What
-            they hold is undefined. The kernel has them where N is a multiple of 128.
+        x: Tokens; heads after the first H are ignored.
+        turned: The tokens' rotation. x then has P more numbers per head, [*T, H, K + P], and the
+            result contains them, rotated, after the product, [*T, H, N + P].
+        spare_heads: Number of undefined heads appended to the result, for an op that reads heads in
+            eights. The kernel supports them if N is a multiple of 128.
 
-    Other arguments, limits and errors are those of `linear_layer`, with K and N of a head. The
-    kernel has P 64 and N a multiple of 128 where it rotates.
+    Other arguments, limits and errors are those of `linear_layer`, with the K and N of a head. To
+    rotate, the kernel requires P 64 and N a multiple of 128.
     """
     arguments = OpArguments("heads_layer")
     arguments.check("weights", weights, "L H K N", FLOATS)
@@ -178,7 +180,7 @@ def heads_layer(
 
 
 def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
-    """Whether shapes and dtypes are the kernel's, x rounded to the weights' dtype."""
+    """Returns whether the kernel supports these shapes and dtypes, x cast to the weights' dtype."""
     tokens = x.size // x.shape[-1] if x.size else 0
     return refusal((tokens, x.shape[-1]), weights[0].dtype, weights, gated=gated) is None
 
@@ -251,10 +253,10 @@ def _linears(
 
 
 def heads_serve(x: Array, weights: Array, behind: int = 0) -> bool:
-    """Whether the kernel has the shapes and dtypes of `heads_layer`, and is the faster.
+    """Returns whether the kernel supports this `heads_layer` call and is faster than XLA.
 
     Args:
-        behind: dims of x that are rotated.
+        behind: Number of dims of x that are rotated.
     """
     tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
     inner, size = weights.shape[-2:]
@@ -283,6 +285,6 @@ def _dispatch(
 
 def _product(x: Array, weights: Array, layer: Array | int) -> Array:
     weight = lax.dynamic_index_in_dim(weights, layer, keepdims=False)
-    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    # XLA's default for float32 on a GPU is TF32, which is too coarse for a float32 model.
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.matmul(x, weight, precision=exact, preferred_element_type=jnp.float32)

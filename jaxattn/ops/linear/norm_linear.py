@@ -1,13 +1,13 @@
-"""The norm of a residual stream and the products that read the norm, for one token.
+"""The norm of a residual stream, fused for one token into the products that read it.
 
-    stream = Unnormed(x, added, norms, layer=l, eps=eps, dtype=bfloat16)
+    stream = PendingNorm(x, added, norms, layer=l, eps=eps, dtype=bfloat16)
     q, kv = stream.linears((q_proj, kv_a_proj), layer=l)     norm(x + added) @ q_proj[l], ...
     x = stream.total                                         x + added
 
-In a decode step of one token a launch of a norm takes 2 us, and reads next to nothing. So the first
-product of a layer makes the norm while its own weights are on their way
-(hopper/reduce/rms_norm_prologue.py). Where the kernel cannot do this, the norm is a launch of its
-own (ops/linear/rms_norm.py).
+In a decode step of one token, the launch of a norm takes 2 us and reads almost nothing. The first
+product of a layer therefore computes the norm while it loads its own weights
+(hopper/reduce/rms_norm_prologue.py). If the kernel does not support this, the norm gets its own
+launch (ops/linear/rms_norm.py).
 """
 
 import dataclasses
@@ -33,19 +33,19 @@ from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
 
 
 class PendingNorm:
-    """Tokens before their norm. The first product that reads them may make the norm.
+    """Tokens before their norm, which the first product that reads them may compute.
 
-    `jnp.asarray` gives the normed tokens, of `dtype`: one launch makes them, for all that ask.
+    `jnp.asarray` returns the normed tokens in `dtype`; one launch computes them for all callers.
     `total` is x + added, float32.
 
     Args:
-        x: a residual stream, float32 [*T, F].
-        added: what is added to it, in x's shape; or the `ExpertOutputs` of one token's experts.
-        norms: the norms' weights of all layers, [N, F].
-        layer: the norm's place in `norms`.
-        eps: epsilon of the norm.
-        dtype: dtype of the normed tokens.
-        implementation: of the norm, and of the products that make it.
+        x: Residual stream, float32 [*T, F].
+        added: Addend in x's shape, or the `ExpertOutputs` of one token's experts.
+        norms: The norm weights of all layers, [N, F].
+        layer: The norm's index in `norms`.
+        eps: Epsilon of the norm.
+        dtype: Dtype of the normed tokens.
+        implementation: Implementation of the norm, and of the products that compute it.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PendingNorm:
 
     @property
     def total(self) -> Float[Array, "*T F"]:
-        """x + added, by the launch that made the norm."""
+        """x + added, from the launch that computed the norm."""
         return self._normed[0] if self._total is None else self._total
 
     def __jax_array__(self) -> Float[Array, "*T F"]:
@@ -74,19 +74,19 @@ class PendingNorm:
 
     @property
     def _sum(self) -> Float[Array, "*T F"]:
-        """What is added, as an array."""
+        """The addend as an array."""
         return array_of(self._added, self.shape)
 
     def before(
         self, layer: StackedLayer, give: bool = True, parts: bool = False
     ) -> tuple[Array, RmsNormPrologueParams] | None:
-        """(x [1, F], its `RmsNormPrologueParams`) for a kernel that is given the number of `layer`.
+        """Returns (x [1, F], `RmsNormPrologueParams`) for a kernel that receives `layer`'s index.
 
-        None where no kernel makes this norm. Such a kernel has no gradient.
+        Returns None if no kernel can compute this norm. Such a kernel has no gradient.
 
         Args:
-            give: whether the kernel also gives the normed token.
-            parts: whether it sums up `ExpertOutputs`.
+            give: Whether the kernel also returns the normed token.
+            parts: Whether the kernel sums up `ExpertOutputs`.
         """
         fits = self._x.dtype == jnp.float32 and self.dtype == jnp.bfloat16
         same = layer.repeat is self._layer.repeat
@@ -107,7 +107,7 @@ class PendingNorm:
         )
 
     def set_normed(self, total: Array, normed: Array | None = None) -> None:
-        """Takes the sum, and the normed token, that a kernel made of what `before` gave."""
+        """Stores the sum and the normed token that a kernel computed from `before`'s result."""
         self._total = total.reshape(self.shape)
         if normed is not None:
             self._normed = self._total, normed.reshape(self.shape)
@@ -115,7 +115,7 @@ class PendingNorm:
     def serves(
         self, weights: Sequence[Array], layer: StackedLayer, scales: Sequence[Array] | None = None
     ) -> bool:
-        """Whether one launch makes the norm and the products with those stacks of weights."""
+        """Returns whether one launch can compute the norm and the products with these weights."""
         if self.before(layer, parts=True) is None:
             return False
         if scales is not None:
@@ -133,17 +133,17 @@ class PendingNorm:
         scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,
         biases: Sequence[Float[Array, "L N"]] | None = None,
     ) -> tuple[Float[Array, "*T N"], ...]:
-        """`linear_layer` of the normed token, where `serves`. `give` keeps the normed token.
+        """`linear_layer` of the normed token, if `serves`; `give` stores the normed token too.
 
-        With `scales` it is `linear_fp8_layer`, of float8_e4m3fn weights [L, N, F], which have no
-        `biases`. Kernels other than XLA's have no gradient.
+        With `scales` it is `linear_fp8_layer`, for float8_e4m3fn weights [L, N, F] without
+        `biases`. Only "xla" has a gradient.
         """
         first, affine, _ = split_layer_index(layer)
         dtypes = [jnp.dtype(each) for each in out_dtypes]
         added, sums = self._added, sums_parts if scales is None else fp8_linear.sums_parts
         parts = isinstance(added, ExpertOutputs) and sums(weights, added.weights.shape[1])
         before = self.before(layer, give, parts=parts)
-        assert before is not None  # it serves
+        assert before is not None  # `serves` is True
         x, norm = before
 
         def kernel(interpret: bool) -> list[Array]:
@@ -192,10 +192,10 @@ class PendingNorm:
 
 
 def array_of(added: Any, shape: tuple[int, ...]) -> Array:
-    """An array as it is; `ExpertOutputs` summed up by a launch of their own in this shape."""
+    """Returns an array as it is, or sums `ExpertOutputs` in a separate launch, in this shape."""
     return added.total.reshape(shape) if isinstance(added, ExpertOutputs) else added
 
 
 def tokens_of(x: Any) -> Array:
-    """The normed tokens of a `PendingNorm`, or the array that x is."""
+    """Returns the normed tokens of a `PendingNorm`, or x if it is an array."""
     return x.__jax_array__() if isinstance(x, PendingNorm) else x

@@ -1,4 +1,4 @@
-"""Products of tokens with stacks of quantized matrices: what FP8 and 4-bit ones have in common."""
+"""The common part of products of tokens with stacks of quantized matrices, FP8 or 4-bit."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,15 +33,15 @@ def quantized_products(
     product: Callable[..., Array],
     implementation: Implementation | None,
 ) -> list[Array]:
-    """The products with all matrices, or silu of the first's times the second's.
+    """Computes the products with all matrices, or silu of the first one's times the second's.
 
     Args:
-        x: [*T, K].
-        stacks: lists of arrays with a layer in front: the weights, and where they are apart their
-            scales. Each product takes one of each list.
-        kernel: of tokens [T, K] and the lists, with the keywords of `linears_fp8_mosaic`. Its
-            gradient is that of `product`.
-        product: of tokens, one array of each list, and the layer: float32 [T, N].
+        x: Tokens [*T, K].
+        stacks: Lists of arrays with a leading layer axis: the weights and, if they are separate,
+            the scales. Each product uses one array of each list.
+        kernel: Function of tokens [T, K] and the lists, with the keywords of `linears_fp8_mosaic`.
+            Its gradient is that of `product`.
+        product: Function of tokens, one array of each list, and the layer; returns float32 [T, N].
     """
     first, affine, number = split_layer_index(layer)
     check_layer(op, "weights[0]", stacks[0][0].shape, number)

@@ -1,4 +1,4 @@
-"""RMS normalisation, in float32 whatever comes in."""
+"""RMS normalization, computed in float32 for any input dtype."""
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +28,20 @@ def rms_norm_layer(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T F"]:
-    """`rms_norm(x, weights[layer], eps)` in a loop over layers: nothing is copied out of the stack.
+    """Computes `rms_norm(x, weights[layer], eps)` in a loop over layers, without copying the stack.
 
     Args:
-        x: tokens of F features.
-        weights: all layers'.
-        layer: index into the stack, a Python int, a traced scalar, or the place in a pattern.
-        dtype: of the result; x's, if None.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel has F a
-            multiple of 128, at most 8192, and no gradient: to differentiate by it raises
+        x: Tokens of F features.
+        weights: The norm weights of all layers.
+        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        dtype: Dtype of the result. None means x's.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires F a multiple of 128, at most 8192. Differentiating it raises
             NotImplementedError.
 
     Raises:
-        ValueError, TypeError: an argument's dtype or shape does not fit; it is named.
-        Refusal: the named implementation refuses, and says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     return _normed(x, None, weights, layer, eps, dtype, implementation)[1]
 
@@ -56,11 +56,11 @@ def add_rms_norm_layer(
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
-    """(`x + added` in float32, `rms_norm_layer` of the sum): one launch in a loop over layers.
+    """Returns (`x + added` in float32, `rms_norm_layer` of the sum), in one launch.
 
     Args:
-        x: a residual stream.
-        added: what is added to it, in x's shape.
+        x: Residual stream.
+        added: Addend, in x's shape.
 
     Other arguments, limits and errors are those of `rms_norm_layer`.
     """
@@ -82,7 +82,7 @@ def _normed(
     dtype: DTypeLike | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
-    """(the sum, or x where nothing is added, and its norm)."""
+    """Returns (the sum, or x if nothing is added; its norm)."""
     op = "rms_norm_layer"
     weights = OpArguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)

@@ -1,1 +1,1 @@
-"""Multi-head latent attention: `jaxattn.mla` is the public face."""
+"""Multi-head latent attention; `jaxattn.mla` is the public module."""

@@ -1,4 +1,4 @@
-"""MLA's weight absorption: heads attend in the latent instead of in expanded keys and values."""
+"""MLA's weight absorption, so that heads attend in the latent instead of to expanded keys."""
 
 import functools
 from collections.abc import Callable
@@ -11,20 +11,23 @@ from jaxtyping import Array, Float
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.validation.arguments import OpArguments
 
-LEAST_ROWS = 8  # of a head's product on a GPU
+LEAST_ROWS = 8  # rows that each head's product needs on a GPU
 
 
 @jax.named_scope("absorb_query")
 def absorb_query(
     q_nope: Float[Array, "B S H nope"], w_uk: Float[Array, "H nope R"]
 ) -> Float[Array, "B S H R"]:
-    """Absorbed queries, in q_nope's dtype: q_nope . (w_uk c) = (q_nope w_uk) . c."""
+    """Maps queries into the latent's dims: q_nope . (w_uk c) = (q_nope w_uk) . c.
+
+    Returns q_nope's dtype.
+    """
     arguments = OpArguments("absorb_query")
     q_nope = arguments.check("q_nope", q_nope, "B S H nope")
     w_uk = arguments.check("w_uk", w_uk, "H nope R")
 
     def by_head(q_nope: jax.Array, w_uk: jax.Array) -> jax.Array:
-        # [H, B, S, R], as the product comes: an einsum would have XLA make [H, R, B] and turn it.
+        # The product is [H, B, S, R]. For an einsum XLA would compute [H, R, B] and transpose it.
         axes = (((3,), (1,)), ((2,), (0,)))
         out = lax.dot_general(q_nope, w_uk, axes, preferred_element_type=q_nope.dtype)
         return out.transpose(1, 2, 0, 3)
@@ -36,7 +39,7 @@ def absorb_query(
 def absorb_output(
     out: Float[Array, "B S H R"], w_uv: Float[Array, "H R Dv"]
 ) -> Float[Array, "B S H Dv"]:
-    """Each head's values from the output of `mla_decode`, in the dtype of this output."""
+    """Maps `mla_decode`'s output in the latent's dims to each head's values, in `out`'s dtype."""
     arguments = OpArguments("absorb_output")
     out = arguments.check("out", out, "B S H R")
     w_uv = arguments.check("w_uv", w_uv, "H R Dv")
@@ -48,17 +51,17 @@ def absorb_output(
 def _per_head(
     spec: str, x: jax.Array, weight: jax.Array, by_head: Callable[..., jax.Array]
 ) -> jax.Array:
-    """A product for each head, summed in float32 and rounded by the product itself to x's dtype.
+    """Computes a product per head, summed in float32 and rounded to x's dtype by the product.
 
-    Rounded after it, the product costs XLA on a GPU a pass of its own over twice the bytes.
+    A separate rounding step would cost XLA on a GPU another pass over twice the bytes.
     """
 
     def rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
         return dot(spec, x, weight).astype(x.dtype)
 
     def of_few(x: jax.Array, weight: jax.Array) -> jax.Array:
-        # Of a row or two XLA makes sums of products instead, and turns round the weights of all
-        # layers in each step: 60 us of DeepSeek-V2-Lite's (H200).
+        # For one or two rows XLA emits sums of products instead, and transposes the weights of all
+        # layers in each step: 60 us for DeepSeek-V2-Lite (H200).
         few = max(-(-LEAST_ROWS // x.shape[1]) - x.shape[0], 0) if x.size else 0
         if not few:
             return by_head(x, weight)

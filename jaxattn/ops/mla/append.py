@@ -1,8 +1,8 @@
-"""A decode step's new tokens on their way into the cache: norms, rotation and write in one op.
+"""The MLA append op: norms, rotation and cache write of a decode step's new tokens.
 
-Between an MLA layer's first projections and its cache lie a RMS norm of the latents, the rotation
-of the key that all heads share, and the write; beside them the norm of the compressed queries. Each
-is a few microseconds of little work, and one kernel does them all.
+Between an MLA layer's first projections and its cache lie the RMS norm of the latents, the rotation
+of the key that all heads share, and the write. The compressed queries need a norm too. Each of
+these takes a few microseconds for little work, so one kernel does all of them.
 """
 
 import jax
@@ -23,14 +23,13 @@ from jaxattn.ops.mla.cache_write import check_format, mla_cache_write
 def pack_mla_weights(
     kv_norm: Float[Array, "*L R"], q_norm: Float[Array, "*L Q"] | None = None, *, rope_dim: int
 ) -> Float[Array, "*L W"]:
-    """A layer's norm weights as `mla_append` reads them, float32: [W = R + P + Q].
+    """Packs a layer's norm weights for `mla_append`, as float32 [W = R + P + Q].
 
-    The P dims that are rotated and not normed have ones. Pack a stack of layers once, when you load
-    the model. The op indexes the stack, so a loop over layers copies nothing.
+    The P dims, which are rotated but not normed, get ones. Pack a stack of layers once, at load
+    time: the op indexes the stack, so a loop over layers copies nothing out of it.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
-            argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
     """
     arguments = OpArguments("pack_mla_weights")
     stack = " ".join("LMNK"[: max(getattr(kv_norm, "ndim", 1) - 1, 0)])
@@ -65,36 +64,37 @@ def mla_append(
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array | None, Array]:
-    """Caches each row's new tokens, and norms the compressed queries.
+    """Caches each row's new tokens and norms the compressed queries.
 
     Args:
-        kv: kv_a_proj's output: R dims to norm, then P dims to rotate.
-        q: q_a_proj's output, or None for a layer without `q_lora_rank`.
+        kv: Output of kv_a_proj: R dims to norm, then P dims to rotate.
+        q: Output of q_a_proj, or None for a layer without `q_lora_rank`.
         weights: `pack_mla_weights(...)` of this layer, or of a stack that `layer` indexes.
-        kv_cache: a cache in any format that `jaxattn.mla.mla_cache_write` supports; donate it to
+        kv_cache: A cache in any format that `jaxattn.mla.mla_cache_write` writes. Donate it to
             update it in place.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1, and no
             two rows may share a page that is written.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C; a row with 0
-            writes nothing.
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+            Nothing is written for a row with 0.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S].
-        config: P is `config.dim`; `config.interleaved` determines the pairs of dims.
-        eps: epsilon of both norms.
-        dtype: dtype of the normed queries; kv's dtype, if None.
-        query_lens: int32 new tokens of each row, the first of its S; S, if None.
-        kv_scale: required for a float8_e4m3fn cache.
-        layer: index into the stacks, a Python int or a traced scalar.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla".
+        config: Configuration of `rotation`; P is `config.dim`, and its layout defines which dims
+            are a pair.
+        eps: Epsilon of both norms.
+        dtype: Dtype of the normed queries. None means kv's.
+        query_lens: int32 number of new tokens of each row, which come first among its S. None means
+            S.
+        kv_scale: Factor of a float8_e4m3fn cache.
+        layer: Index into the stacks, a Python int or a traced scalar.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
 
     Returns:
-        (normed queries [B, S, Q] or None, the cache). A row with seq_lens 0 writes nothing. The
-        same holds for a traced row that `mla_cache_write` would not write. The op norms the queries
-        of these rows too.
+        (normed queries [B, S, Q] or None, the cache). Rows that `mla_cache_write` does not write,
+        such as those with seq_lens 0, write nothing here either; their queries are still normed.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "mla_append"
     arguments = OpArguments(op)

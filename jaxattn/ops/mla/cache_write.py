@@ -1,18 +1,17 @@
-"""The latent cache of MLA: how a token's R + P numbers are stored, and how they are written.
+"""The latent cache of MLA: the formats in which it stores a token's R + P numbers, and the write.
 
-The cache's dtype says which of three formats it has (R kv_lora_rank, P qk_rope_head_dim):
+The cache's dtype determines its format (R is kv_lora_rank, P is qk_rope_head_dim):
 
     bfloat16, float16,   R + P numbers as they are
     float32, float64
-    float8_e4m3fn        R + P e4m3 numbers; each times one `kv_scale` for the whole cache is the
-                         value
+    float8_e4m3fn        R + P e4m3 numbers; a value is its number times the cache's `kv_scale`
     uint8                FlashMLA's block-scaled bytes, 656 for 512 + 64: R e4m3 numbers, R / 128
                          float32 scales (a power of two for each 128 dims), P bfloat16 numbers
 
-`LatentFormat` gives the shape and the bytes of each, packs latents and unpacks what is stored.
-Finite numbers beyond 448 times their scale are stored as that. NaN stays NaN, and Inf, which e4m3
-does not have, becomes NaN: neither has a part in the scale of the numbers beside it. (The bfloat16
-numbers of a uint8 cache keep Inf.)
+`LatentFormat` gives the shape and the bytes of each format, packs latents and unpacks stored ones.
+Finite numbers beyond 448 times their scale saturate. NaN stays NaN. Inf, which e4m3 lacks, becomes
+NaN, except in the bfloat16 numbers of a uint8 cache. NaN and Inf do not affect the scale of
+neighbouring numbers.
 """
 
 import functools
@@ -39,7 +38,7 @@ def check_format(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
 ) -> tuple[LatentFormat, jax.Array | None]:
-    """The cache's format and its scale as an array, if the two and the latents' dims fit."""
+    """Returns the cache's format and its scale as an array, or raises if the dims do not fit."""
     op, shape, dtype = arguments.op, tuple(kv_cache.shape), kv_cache.dtype.name
     try:
         format = LatentFormat(kv_cache.dtype, kv_lora_rank, qk_rope_head_dim)
@@ -82,7 +81,7 @@ def _check_kv_scale(
 def _written_format(
     arguments: OpArguments, kv_cache: jax.Array, latent: jax.Array, kv_scale: Any
 ) -> tuple[LatentFormat, jax.Array | None]:
-    """The format of what is written: the two widths alone say a block-scaled cache's R."""
+    """Returns the format to write; a block-scaled cache's R follows from the two widths."""
     dim, shape = latent.shape[-1], tuple(kv_cache.shape)
     if kv_cache.dtype != BYTES:
         return check_format(arguments, kv_cache, kv_scale, kv_lora_rank=dim, qk_rope_head_dim=0)
@@ -110,42 +109,41 @@ def mla_cache_write(
     rotation: Rotation | None = None,
     config: RopeConfig | None = None,
 ) -> Array:
-    """The cache with the new tokens' latents written, in place if the cache is donated.
+    """Writes the new tokens' latents into the cache and returns it.
 
-    On a CPU the write of a float8_e4m3fn cache is not in place, because jax 0.11.2 converts the
-    whole cache around the write.
+    The write is in place if the cache is donated, except for float8_e4m3fn on a CPU: there jax
+    0.11.2 widens the whole cache around the write.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
     with seq_lens 0, for t >= query_lens[b], or for a negative position. No two rows may share a
     page that is written.
 
-    The op checks concrete tables and lengths, and cannot check traced ones. With traced ones,
-    nothing is written for a row whose seq_lens is negative or beyond M * C, or whose query_lens is
-    beyond S. Nothing is written to pages outside of 0 to N - 1. If two tokens have one position,
-    either may win.
+    The op checks concrete tables and lengths. With traced ones, it writes nothing for a row whose
+    seq_lens is negative or beyond M * C, or whose query_lens is beyond S, nor through a table entry
+    outside 0 to N - 1. If two tokens fall into one place, either may win.
 
-    On a GPU, rotation, quantization and write are one kernel. For a block-scaled cache, a kernel
-    before it computes the scales.
+    On a GPU one kernel rotates, quantizes and writes. For a block-scaled cache, another kernel
+    finds the scales first.
 
     Args:
-        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`: Ds is
-            D, or 656 bytes for 512 + 64 where it is block-scaled (uint8). In FP8, finite numbers
-            saturate, and Inf becomes NaN.
-        latent: the new tokens' latents: R dims, followed by P dims that are rotated, or that the op
-            rotates if `rotation` is given.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages, in a format of
+            `LatentFormat`. Ds is D, or 656 bytes for 512 + 64 in a block-scaled cache (uint8). FP8
+            numbers saturate, and Inf becomes NaN.
+        latent: Latents of the new tokens: R dims, then P dims, which are rotated already or by
+            `rotation`.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int or a traced scalar.
-        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar. latent /
-            kv_scale is stored.
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int or a traced scalar.
+        kv_scale: Factor of a float8_e4m3fn cache, a Python number or a float32 scalar; the op
+            stores latent / kv_scale. Required for that dtype only.
         rotation: `jaxattn.rotation` of the tokens' positions [B, S], by which the op rotates the
-            last P dims; None if these dims are already rotated.
-        config: the configuration of this rotation; P is `config.dim`.
+            last P dims. None if they are rotated already.
+        config: Configuration of `rotation`; P is `config.dim`.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
     """
     arguments = OpArguments("mla_cache_write")
     latent = arguments.check("latent", latent, "B S D")
@@ -170,7 +168,7 @@ def _rotated(
     config: RopeConfig | None,
     format: LatentFormat,
 ) -> jax.Array:
-    """`latent` with its last dims rotated, if all that is given fits."""
+    """Returns `latent` with its last dims rotated, or raises if the arguments do not fit."""
     if rotation is None or config is None:
         given, missing = ("rotation=", "config=") if config is None else ("config=", "rotation=")
         raise ValueError(

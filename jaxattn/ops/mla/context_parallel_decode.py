@@ -1,4 +1,4 @@
-"""Context-parallel MLA decode: GPUs have parts of a row's pages, and merge in the last launch."""
+"""Context-parallel MLA decode: each GPU holds some pages of a row, and the last launch merges."""
 
 from typing import Any
 
@@ -28,24 +28,23 @@ def mla_decode_context_parallel(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B 1 h R"], Arena | None, SymmetricBuffer]:
-    """`mla_decode` of one token of each row, over N GPUs that each store some of the row's pages.
+    """Runs `mla_decode` for one token per row on N GPUs that hold different pages of the row.
 
-    Call this op inside `jax.shard_map`. Each GPU attends with all heads to its own pages, and gets
-    the output of its own h = H / N heads over the pages of all GPUs. The output is
-    `merge_attention_states` of the GPUs' outputs, which are rounded to bfloat16 first. The output
-    of a row without tokens is 0.
+    Call it inside `jax.shard_map`. Each GPU attends with all heads to its own pages, and receives
+    the output of its own h = H / N heads over all GPUs' pages: `merge_attention_states` of the
+    GPUs' outputs, which are first rounded to bfloat16. A row without tokens gives 0.
 
     Args:
-        q: as for `mla_decode`, with the heads of all GPUs, of which GPU n owns the n-th part; or
-            with more heads, see `ContextParallelMerge.heads`. All GPUs have the same q.
-        seq_lens: int32 tokens of each row in this GPU's pages.
-        merge: the buffer and the axes of the merge. The kernel supports at most 256 for the number
-            of rows times the number of heads (see `merge_buffer_shape`).
+        q: Queries as for `mla_decode`, of all GPUs' heads and the same on all GPUs; GPU n owns the
+            n-th part. For padding heads see `ContextParallelMerge.heads`.
+        seq_lens: int32 number of tokens of each row in this GPU's pages.
+        merge: The axes and the mailbox of the merge. The kernel supports up to 256 heads, counted
+            over all rows; see `merge_buffer_shape`.
 
     Other arguments and errors are those of `mla_decode`.
 
     Returns:
-        (the output of this GPU's heads, in q's dtype; the arena, or None; the mailbox).
+        (The output of this GPU's heads, in q's dtype; the arena, or None; the mailbox.)
     """
     call = checked_call(
         q,
@@ -65,6 +64,6 @@ def mla_decode_context_parallel(
 
 
 def mla_decode_met(*args: Any, meeting: ContextParallelMerge, **kwargs: Any) -> tuple[Any, ...]:
-    """Deprecated name of `mla_decode_context_parallel`, whose `merge` was `meeting`."""
+    """Deprecated name of `mla_decode_context_parallel`, whose argument `merge` was `meeting`."""
     warn_renamed("jaxattn.mla.mla_decode_met", "jaxattn.mla.mla_decode_context_parallel")
     return mla_decode_context_parallel(*args, merge=meeting, **kwargs)

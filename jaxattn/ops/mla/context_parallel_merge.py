@@ -1,4 +1,4 @@
-"""The merge of MLA decode's outputs over GPUs with all heads' queries and some of the pages."""
+"""The merge of MLA decode's outputs over GPUs that hold all queries and some of the pages."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,15 +21,15 @@ from jaxattn.ops.mla.state_merge import merge_attention_states
 def merge_buffer_shape(
     rows: int, num_heads: int, *, max_pages: int, page_size: int
 ) -> tuple[int, int] | None:
-    """(tokens, features) of the mailbox through which one launch merges the outputs of the GPUs.
+    """Returns (tokens, features) of the mailbox through which one launch merges the GPUs' outputs.
 
-    None if there are too many rows, or if the schedule never splits them. The GPUs then send their
-    merged outputs in a separate launch.
+    Returns None if there are too many rows, or if no row is ever split: the outputs are then sent
+    after the combine.
 
     Args:
-        rows: the number of rows, of one token each.
-        num_heads: the number of heads of all GPUs together.
-        max_pages, page_size: the width of a GPU's block table, and the tokens of a page.
+        rows: Number of rows, of one token each.
+        num_heads: Number of heads of all GPUs together.
+        max_pages, page_size: Those of one GPU's block table.
     """
     parts = num_parts(rows, 1, num_heads, num_steps(max_pages, page_size), NUM_SMS)
     if rows * num_heads > SHARED_ROWS or not may_split(rows, parts):
@@ -38,19 +38,19 @@ def merge_buffer_shape(
 
 
 def padded_heads(num_heads: int) -> int:
-    """The heads that queries have with zeros, so that the kernel need not copy them."""
+    """Returns the head count to which to zero-pad queries so that the kernel need not copy them."""
     return num_heads if few_rows(1, num_heads) else num_tiles(1, num_heads) * TILE
 
 
 def max_mailbox_shape() -> tuple[int, int]:
-    """`merge_buffer_shape` of as many rows as there may be."""
+    """Returns `merge_buffer_shape` for the largest number of rows."""
     return mailbox_shape(1, SHARED_ROWS)
 
 
 def merge_by_all_to_all(
     out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
 ) -> Float[Array, "B 1 h R"]:
-    """The merged output of this GPU's heads, by an exchange in float32 at least."""
+    """Returns the merged output of this GPU's heads, exchanged in at least float32."""
     wide = jnp.promote_types(out.dtype, jnp.float32)
     joined = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
     gpus, (rows, _, heads, width) = lax.axis_size(axes), joined.shape

@@ -24,7 +24,7 @@ from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache_write import check_format
 from jaxattn.ops.mla.context_parallel_merge import merge_by_all_to_all
 
-# Cached tokens that the plain-JAX decode holds at a time, of every row.
+# Cached tokens per row that the plain-JAX decode reads at a time.
 DECODE_BLOCK = 512
 
 
@@ -79,56 +79,58 @@ def mla_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """Attention of each row's last S tokens to its cached latents, in the latent's R dims.
+    """Computes the attention of each row's last S tokens over its cached latents, in R dims.
 
-    The cache already contains the S tokens (`mla_cache_write`). Token s sees the positions up to
-    its own, seq_lens - S + s (a causal mask that is aligned at the bottom right). A row with fewer
-    new tokens has them first, and passes their number in `query_lens`, which then replaces S. If
-    all S tokens see the whole row, they are S * H heads of one token: pass q.reshape(B, 1, S * H,
-    D), with the scratch and the schedule of this shape, and reshape `out` and `lse` back.
+    The S tokens must be in the cache already (`mla_cache_write`). Token s sees the positions up to
+    its own, seq_lens - S + s: a causal mask aligned to the bottom right. A row with fewer new
+    tokens puts them first and gives their number in `query_lens`, which then replaces S. If all S
+    tokens see the whole row, pass them as S * H heads of one token: q.reshape(B, 1, S * H, D), with
+    the scratch and schedule of that shape. Then reshape `out` and `lse` back.
 
-    Padding: the output is exactly 0 and the LSE -inf for a row with seq_lens 0, for a token s >=
-    query_lens, and for a token with a negative position. Under `jax.jit` the op cannot reject
-    lengths. A row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond S, is
-    then padding too.
+    Padding: `out` is exactly 0 and `lse` is -inf for a row with seq_lens 0, for a token s >=
+    query_lens, and for a token whose position would be negative. Under `jax.jit`, where the op
+    cannot check lengths, the same holds for a row whose seq_lens is negative or beyond M * C, or
+    whose query_lens is beyond S.
 
-    Uninitialized memory: entries of `block_tables` after a row's length may hold anything. The
-    cache may hold anything, including NaN, in places that no row owns. A NaN in a place that a row
-    owns stays in that row, in any of its S tokens, and is not hidden. If every score of a row is
-    -inf, the kernels return 0, and XLA returns NaN.
+    Uninitialized memory: entries of `block_tables` past a row's length may hold anything, NaN
+    included, and so may cache slots outside the rows' tokens. A NaN in a row's own tokens stays in
+    that row (in any of its S tokens) and is not hidden. If all scores of a row are -inf, the
+    kernels return 0 and XLA returns NaN.
 
     Args:
-        q: absorbed queries: `absorb_query` of the nope dims (R), followed by the rotated dims (P).
-            Or a pair of both parts, which the op need not concatenate if H is a multiple of 64.
-        kv_cache: latents [R + P] by page; a stack of layers with `layer`, or one layer's pages. The
-            dtype determines the format (`LatentFormat`): bfloat16, float16, float32 or float64;
-            float8_e4m3fn with `kv_scale`; uint8 for block-scaled latents.
+        q: Absorbed queries: `absorb_query` of the nope dims (R), then the rotated dims (P). If the
+            two are a pair of arrays and H is a multiple of 64, the kernel reads them without
+            joining them.
+        kv_cache: The pages of latents [R + P], as a stack of layers (with `layer`) or as one
+            layer's pages. The dtype determines the format (`LatentFormat`): bfloat16, float16,
+            float32 or float64; float8_e4m3fn with `kv_scale`; uint8 for block-scaled bytes.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        scale: factor of the scores, for the dims before absorption: DeepSeek-V3's scale is
-            192**-0.5 * mscale**2 (`jaxattn.core.numerics.rope.softmax_scale`), never D**-0.5.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int or a traced scalar.
-        kv_lora_rank: R; the latent's first R dims are the values.
-        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar, by which
-            the op multiplies the stored numbers.
-        schedule: `decode_schedule` of these `seq_lens` and shapes, which the layers of a step
-            share. A row with another length in the schedule gets NaN as its output and LSE. Without
-            a schedule, each call computes one, in 12 to 24 small kernels. XLA does not use a
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+        scale: Factor of the scores, computed from the unabsorbed dims and never D**-0.5. For
+            DeepSeek-V3 it is 192**-0.5 * mscale**2 (`jaxattn.core.numerics.rope.softmax_scale`).
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int or a traced scalar.
+        kv_lora_rank: R; the first R dims of a latent are the values.
+        kv_scale: Factor by which the numbers of a float8_e4m3fn cache are multiplied, a Python
+            number or a float32 scalar. Required for that dtype only.
+        schedule: `decode_schedule` of these `seq_lens` and shapes, which all layers of a step can
+            share. Without it each call computes the schedule in one or two dozen small kernels. If
+            a row's length differs from the schedule's, its output and LSE are NaN. XLA ignores the
             schedule.
-        arena: scratch for the output, region "out" of `scratch`. `out` is then a view of the arena,
-            which is valid until the next write to the arena.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
-            the reference: any shape, float32 throughout (float64 for float64), differentiable.
+        arena: The arena whose region "out" of `scratch` receives the output. The returned `out` is
+            a view of it, valid until the next write to the arena.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            "xla" is the reference: any shape, float32 throughout (float64 for float64),
+            differentiable.
 
     Returns:
         (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm), and the arena if
         one was given.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     call = checked_call(
         q,
@@ -162,8 +164,10 @@ def checked_call(
     merge: ContextParallelMerge | None = None,
     op: str = "mla_decode",
 ) -> MlaDecodeCall:
-    """The checked call of `mla_decode`, with `merge` of `mla_decode_context_parallel`, or of
-    another `op` with these arguments."""
+    """Returns the checked call of `mla_decode`, or of another `op` with the same arguments.
+
+    `merge` is that of `mla_decode_context_parallel`.
+    """
     arguments = OpArguments(op)
     parts = q if isinstance(q, tuple) else None
     q = _check_queries(arguments, q)
@@ -223,8 +227,10 @@ def checked_call(
 
 
 def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[Any, ...]:
-    """What the op returns: (out, lse), and the arena if there is one; with a merge (out, the
-    arena or None, the mailbox)."""
+    """Runs the call and returns (out, lse), followed by the arena if there is one.
+
+    With a merge the results are (out, the arena or None, the mailbox).
+    """
 
     def mosaic(interpret: bool) -> tuple[Any, ...]:
         return mla_decode_mosaic(call, interpret=interpret)
@@ -242,7 +248,7 @@ def attend(call: MlaDecodeCall, implementation: Implementation | None) -> tuple[
 
 
 def _check_queries(arguments: OpArguments, q: Any) -> jax.Array:
-    """The queries in one array [B, S, H, D]; what nobody reads is never computed."""
+    """Returns the queries as one array [B, S, H, D]; XLA drops an unused concatenation."""
     if not isinstance(q, tuple):
         return arguments.check("q", q, "B S H D")
     if len(q) != 2:
@@ -265,7 +271,7 @@ def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
     (batch, q_len, heads, dim), rank, format = q.shape, call.kv_lora_rank, call.format
     kv_dtype = jnp.float32 if format.quantized else kv_cache.dtype
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
-    # Rows s * H + h.
+    # Queries are rows s * H + h.
     most = block_tables.shape[1] * kv_cache.shape[-2]
     limit = seen_lengths(seq_lens, query_lens, tokens=q_len, most=most)
     limit = jnp.repeat(limit, heads, axis=1)
@@ -295,9 +301,9 @@ def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
 
 
 def into_arena(out: jax.Array, lse: jax.Array, arena: Arena) -> tuple[jax.Array, jax.Array, Arena]:
-    """Writes the output where the kernel would, and returns the view of it."""
+    """Writes the output where the kernel would write it, and returns a view of that place."""
     batch, q_len, heads, rank = out.shape
-    spec = scratch(  # the output alone: nothing is split here
+    spec = scratch(  # only the output: nothing is split here
         batch=batch,
         q_len=q_len,
         num_heads=heads,

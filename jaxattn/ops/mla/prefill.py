@@ -1,11 +1,12 @@
-"""MLA prefill: many new tokens of a row at once. `jaxattn.mla` is the public face.
+"""MLA prefill, for many new tokens per row. `jaxattn.mla` is the public module.
 
-Prefill does not absorb: keys and values of each head are expanded from the latent, which for many
+Prefill does not absorb, but expands each head's keys and values from the latent, which for many
 tokens at once costs less than attending in the latent's R dims.
 
-The gradient of `causal_attention` has a kernel as well (`jaxattn.ops.attention.backward`). That of
-`mla_prefill` is the plain JAX path's, which starts again from the inputs: nothing of the attention
-is kept for the backward pass, and that pass holds the scores of an eighth of the queries at a time.
+The gradient of `causal_attention` has a kernel (`jaxattn.ops.attention.backward`). The gradient of
+`mla_prefill` uses the plain JAX path, which recomputes everything from the inputs: the forward pass
+saves nothing of the attention. The backward pass holds the scores of an eighth of the queries at a
+time.
 """
 
 import functools
@@ -55,16 +56,19 @@ def _causal(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention among valid tokens, (out [B, T, H, V], lse [B, T, H]) not yet narrowed; with
-    `owner` among those of one, and a token sees those from begins[b, t] on."""
+    """Computes causal attention among valid tokens: (out [B, T, H, V], lse [B, T, H]), not rounded.
+
+    With `owner`, a token sees only tokens of the same owner; with `begins`, those from begins[b, t]
+    on.
+    """
     if k_pe is not None:
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k.shape[:3], k_pe.shape[-1]))
         k = jnp.concatenate([k, k_pe], axis=-1)
     batch, tokens, heads, _ = q.shape
-    # All three: a NaN times a zero gradient would be NaN in the other operand's gradient.
+    # Zero all three: a NaN times a zero gradient would be NaN in the other operand's gradient.
     q, k, v = (jnp.where(valid[..., None, None], x, 0) for x in (q, k, v))
-    # At most 8 blocks of queries, each against the keys up to its own end: about half of the
-    # scores are computed, and an eighth of them held at a time.
+    # At most 8 blocks of queries, each against the keys up to its own end. This computes about half
+    # of the scores and holds an eighth of them at a time.
     block = max(512, -(-tokens // 8))
 
     @functools.partial(jax.checkpoint, static_argnums=3)
@@ -103,31 +107,30 @@ def causal_attention(
     k_pe: Float[Array, "B T P"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Causal attention of tokens to themselves, with values of any width.
+    """Computes causal attention of tokens to themselves; the values may have any width.
 
-    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
-    The kernel has a backward kernel, which gives the same bits in each run. The residuals include
-    `out` and `lse`, and dq is float32.
+    The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
+    TypeError. The kernel's gradient is a kernel too: its bits are reproducible, it saves `out` and
+    `lse`, and it keeps dq in float32.
 
     Args:
-        q, k, v: floating, one dtype; float32 accumulation.
-        scale: factor of the scores, a Python number.
-        lengths: int32, valid tokens of each row, at most T (all, if None; none, if a traced length
-            exceeds T). The other tokens are padding: for any contents, their output is 0, their lse
-            is -inf, and they neither get nor cause a gradient.
-        segment_ids, cu_seqlens: sequences packed in a row, as for `jaxattn.gqa.gqa_attention`.
-        k_pe: the last P of the keys' Dqk dims, if all heads share them; k then has Dqk - P dims.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
-            kernels support Dqk 128 + 64 with Dv 128, and Dqk 192 + 64 with Dv 256, in bfloat16 or
+        q, k, v: Arrays of one floating dtype; products accumulate in float32.
+        scale: Factor of the scores, a Python number.
+        lengths: int32 number of valid tokens of each row, at most T. None means T; a traced length
+            above T means 0. The rest is padding: whatever it holds, its output is 0, its lse is
+            -inf, and it receives and causes no gradient.
+        segment_ids, cu_seqlens: Sequences packed in a row, as for `jaxattn.gqa.gqa_attention`.
+        k_pe: The last P of the keys' Dqk dims if all heads share them; k then has Dqk - P dims.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernels support Dqk 128 + 64 with Dv 128, or 192 + 64 with 256, in bfloat16 or
             float16.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
-            argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("causal_attention")
     q = arguments.check("q", q, "B T H Dqk")
@@ -194,52 +197,54 @@ def mla_prefill(
     block: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
-    """Attention of new tokens to themselves and to their row's cached prefix.
+    """Computes the attention of new tokens to themselves and to their row's cached prefix.
 
-    Differentiable, but in reverse mode only where the kernel runs: `jax.jvp` then raises TypeError.
+    The op is differentiable. Where the kernel runs, only reverse mode works, and `jax.jvp` raises
+    TypeError.
 
-    The op merges the causal attention among the new tokens with the attention to the prefix
-    (positions below seq_lens - query_lens) by log-sum-exp. The op reads the prefix from the cache,
-    `block` tokens at a time. The new tokens come from `latent`, so the cache may or may not contain
-    them, and an FP8 cache does not round them. Pass the cache that `mla_cache_write` returned, so
-    that XLA need not keep the cache from before the write.
+    The op merges, by log-sum-exp, the new tokens' causal attention with their attention to the
+    prefix, positions below seq_lens - query_lens. The prefix is read from the cache `block` tokens
+    at a time. The new tokens come from `latent`, so the cache need not hold them yet, and an FP8
+    cache does not round them. Pass the cache that `mla_cache_write` returned, so that XLA need not
+    keep the cache from before the write.
 
     Args:
-        q: queries, nope dims first, then the rotated P.
-        latent: the latents of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the
-            cache.
-        w_uk, w_uv: per-head up-projections of keys and values.
-        kv_cache: a stack with `layer`, or one layer's pages, in a format of `LatentFormat`. FP8
-            formats are unpacked `block` tokens at a time.
+        q: Queries, nope dims first, then the P rotated dims.
+        latent: Latents of the new tokens: normed c_kv (R) and rotated k_pe (P), as in the cache.
+        w_uk, w_uv: Up-projections of each head's keys and values.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages, in a format of
+            `LatentFormat`. FP8 formats are unpacked `block` tokens at a time.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1; entries
             past it are not read.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C. 0 is a padding
-            row.
-        query_lens: int32 new tokens of each row, at most T.
-        scale: factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
-        lines: int32, the row of each line of q and latent [lines, T, ...], ascending; B marks a
-            line without a row. A row may have as many new tokens as all lines hold. The tokens
-            fill the row's lines in order, and only the last line has padding. If None, row b has
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C. 0 means
+            a padding row.
+        query_lens: int32 number of new tokens of each row, at most T.
+        scale: Factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
+        lines: int32 row of each line of q and latent [lines, T, ...], ascending; B for a line
+            without a row. A row's new tokens continue from one of its lines to the next, up to the
+            capacity of all lines, and only its last line has padding. None means that row b has
             line b. The kernel needs lines of a multiple of 128 tokens, and pages of a multiple of
-            8. Lines are not differentiable.
-        layer: index into the stack, a Python int or a traced scalar.
-        kv_scale: required for a float8_e4m3fn cache: a Python number or a float32 scalar.
-        block: cached tokens read at a time. "xla" (1024, if None) holds B * H * T * block * 4
-            bytes of scores. The kernel holds B * H * block * (nope + Dv) * 2 bytes of expanded
-            keys and values (None: 512 MiB or 1024 tokens, whichever is more).
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. The
-            kernel supports nope 128, P 64 and Dv 128, or 192, 64 and 256, in bfloat16 or float16,
-            with any R. The kernel is forward only: "xla" recomputes the gradient.
+            8. Calls with lines are not differentiable.
+        layer: Index into the stack, a Python int or a traced scalar.
+        kv_scale: Factor of a float8_e4m3fn cache, a Python number or a float32 scalar. Required for
+            that dtype only.
+        block: Number of cached tokens read at a time. "xla" (default 1024) holds
+            B * H * T * block * 4 bytes of scores. The kernel holds
+            B * H * block * (nope + Dv) * 2 bytes of expanded keys and values; its default is
+            512 MiB or 1024 tokens, whichever is more.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel supports nope 128, P 64 and Dv 128, or 192, 64 and 256, in bfloat16 or
+            float16, with any R. It is forward only: "xla" recomputes its gradient.
 
     Returns:
         `out` in q's dtype and `lse` float32, natural logarithm. Tokens t >= query_lens, and those
-        whose position would be negative, are padding: exactly 0 and -inf. So is a traced row whose
-        seq_lens is negative or beyond M * C, or whose query_lens is beyond T.
+        whose position would be negative, are padding: exactly 0 and -inf. The same holds for a
+        traced row whose seq_lens is negative or beyond M * C, or whose query_lens is beyond T.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("mla_prefill")
     axis = "B" if lines is None else "lines"
@@ -300,7 +305,7 @@ def _of_lines(
     format: LatentFormat,
     implementation: Implementation | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`mla_prefill` of lines, which is forward only."""
+    """`mla_prefill` with `lines`, which is forward only."""
     q, _, w_uk, w_uv, kv_cache, *_ = args
     xla = functools.partial(_prefill_lines, scale=scale, block=block or PREFIX_BLOCK, format=format)
 
@@ -333,7 +338,7 @@ def _prefill_lines(
     block: int,
     format: LatentFormat,
 ) -> tuple[jax.Array, jax.Array]:
-    """All lines as one, in which a token sees those of its own row."""
+    """Treats all lines as one row, in which a token sees only tokens of its own row."""
     count, tokens, heads, _ = q.shape
     most = count * tokens
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, most), 0)
@@ -382,7 +387,7 @@ def _prefill_lines(
 def _expand(
     latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Each head's keys [B, K, H, nope + P] and values [B, K, H, Dv]."""
+    """Returns each head's keys [B, K, H, nope + P] and values [B, K, H, Dv]."""
     rank = w_uk.shape[2]
     latent = latent.astype(dtype)
     compressed, k_pe = latent[..., :rank], latent[..., None, rank:]

@@ -1,8 +1,8 @@
-"""MLA prefill around its kernels: keys and values expanded, the chunk attended, the prefix merged.
+"""The kernel path of MLA prefill: expands keys and values, attends to the chunk, merges the prefix.
 
-Keys of 128 + 64 dims with values of 128 have a kernel of their own. Those of 192 + 64 with values
-of 256 are grouped-query attention's 256, whose tile of keys comes in two pieces.
-`jaxattn.mla.mla_prefill` is the public face and has the plain JAX path.
+Keys of 128 + 64 dims with values of 128 have a kernel of their own. Keys of 192 + 64 with values of
+256 use the head-256 kernel of grouped-query attention, with the tile of keys in two pieces.
+`jaxattn.mla.mla_prefill` is the public op and contains the plain JAX path.
 """
 
 import functools
@@ -24,22 +24,22 @@ from jaxattn.ops.mla.state_merge import merge_attention_states
 
 WIDE = (192, 64, 256)  # nope, rope and values that the kernel of grouped-query attention takes
 
-# Cached tokens of a row that are expanded at a time: MOST_EXPANDED, as a short prefix is expanded
-# to a whole block, or as many as make EXPANDED_BYTES of keys and values of all rows, and at least
-# PREFIX_BLOCK.
+# Cached tokens per row that are expanded at a time: as many as make EXPANDED_BYTES of keys and
+# values over all rows, but at least PREFIX_BLOCK. At most MOST_EXPANDED, because a short prefix is
+# expanded to a whole block.
 PREFIX_BLOCK = 1024
 MOST_EXPANDED = 8192
 EXPANDED_BYTES = 2**29
-# Of packed rows, whose prefixes lie one behind another.
+# The same limit for packed rows, whose prefixes follow one another.
 PACKED_BYTES = 2**27
-LINE = 128  # queries that have bounds of their own
-COPIED = 8  # tokens, at multiples of which copies of keys and values begin
-# A pass of its own rounds an output of at most so many float32 bytes, in a few microseconds.
+LINE = 128  # queries that have their own bounds
+COPIED = 8  # token alignment at which copies of keys and values begin
+# A separate pass rounds an output of at most this many float32 bytes, in a few microseconds.
 ROUNDED_BYTES = 2**20
 
 
 def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
-    """Raises `Refusal` with the reason where no kernel serves."""
+    """Raises `Refusal` with the reason if no kernel supports these shapes."""
     if (nope, rope, values) == WIDE:
         grouped.refuse(op, q, q, q, interpret=interpret)
     else:
@@ -49,13 +49,13 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
 def refuse_lines(
     op: str, q: jax.Array, *, page: int, nope: int, rope: int, values: int, interpret: bool
 ) -> None:
-    """As `refuse`, of lines [L, T] whose prefixes have pages of so many tokens."""
+    """Does the same as `refuse` for lines [L, T] whose prefixes have pages of `page` tokens."""
     refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
     if q.shape[1] % LINE:
         raise Refusal(
             f"{op}: the kernel needs lines of a multiple of {LINE} tokens, got {q.shape[1]}"
         )
-    if page % COPIED:  # a row's prefix begins with a page, behind those of other rows
+    if page % COPIED:  # a row's prefix begins with a page, after those of other rows
         raise Refusal(f"{op}: the kernel needs pages of a multiple of {COPIED} tokens, got {page}")
 
 
@@ -71,10 +71,10 @@ def attend(
     whole: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """softmax(scale q [k, k_pe]^T) v, query t of row b seeing a range of keys.
+    """Computes softmax(scale q [k, k_pe]^T) v, where query t of row b sees a range of keys.
 
-    Arguments and results are those of the kernel's `attend_mosaic`; `whole` says that all rows are
-    as long as they look.
+    Arguments and results are those of the kernel's `attend_mosaic`. `whole` means that every row is
+    as long as its padded shape.
     """
     if v.shape[-1] != WIDE[2]:
         config = launch.MlaPrefillTileConfig.resident() if whole else launch.MlaPrefillTileConfig()
@@ -92,14 +92,14 @@ def attend(
 def _expand(
     compressed: Float[Array, "N R"], w_uk: Float[Array, "H nope R"], w_uv: Float[Array, "H R Dv"]
 ) -> tuple[Float[Array, "N H nope"], Float[Array, "N H Dv"]]:
-    """Keys and values of each head, rounded by the products themselves to the operands' dtype."""
+    """Returns each head's keys and values, rounded to the operands' dtype in the products."""
     heads, nope, rank = w_uk.shape
 
     def gpu(compressed: jax.Array, w_uk: jax.Array, w_uv: jax.Array) -> tuple[jax.Array, ...]:
         product = functools.partial(jnp.einsum, preferred_element_type=compressed.dtype)
         k = product("kr,nr->kn", compressed, w_uk.reshape(-1, rank)).reshape(-1, heads, nope)
-        # One product for each head, of the same left side: XLA repeats no bytes of it, and takes
-        # w_uv as it is, where one product for all heads would have it transposed.
+        # One product per head with the same left operand: XLA neither repeats its bytes nor
+        # transposes w_uv, as it would for one product over all heads.
         repeated = jnp.broadcast_to(compressed, (heads, *compressed.shape))
         return k, product("hkr,hrv->khv", repeated, w_uv)
 
@@ -119,7 +119,7 @@ def _over(
     state: Any = None,
     **options: Any,
 ) -> Any:
-    """Attention to keys and values expanded from latents [B, K, D], merged into `state`."""
+    """Attends to keys and values expanded from latents [B, K, D], and merges into `state`."""
     w_uk, w_uv = weights
     rank, latent = w_uk.shape[2], latent.astype(q.dtype)
     compressed, k_pe = latent[..., :rank], latent[..., rank:]
@@ -152,8 +152,11 @@ def prefill_lines_mosaic(
     format: LatentFormat,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.mla.mla_prefill` of lines by the kernel: all lines are one row, in which every 128
-    queries see keys of their own. So are the prefixes of all rows, one behind another."""
+    """The kernel path of `jaxattn.mla.mla_prefill` with lines.
+
+    All lines form one row, in which every 128 queries have their own range of keys. The prefixes of
+    all rows follow one another in the same way.
+    """
     count, tokens, heads, _ = q.shape
     dtype, most = q.dtype, count * tokens
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, most), 0)
@@ -164,7 +167,7 @@ def prefill_lines_mosaic(
     over = functools.partial(_over, queries, scale=scale, interpret=interpret)
 
     def of_tiles(values: jax.Array) -> jax.Array:
-        """Of the row of each 128 queries."""
+        """Repeats the value of each row for each 128 queries of it."""
         return jnp.repeat(layout.of_row(values, 0), tokens // LINE)
 
     begin, new = of_tiles(layout.offsets[:-1]), of_tiles(query_lens)
@@ -224,7 +227,7 @@ def prefill_mosaic(
     format: LatentFormat,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.mla.mla_prefill` by the kernel; arguments and results are documented there."""
+    """The kernel path of `jaxattn.mla.mla_prefill`, with its arguments and results."""
     batch, tokens, heads, _ = q.shape
     dtype, zero = q.dtype, jnp.zeros_like(seq_lens)
     query_lens = jnp.where(seq_lens > 0, jnp.clip(query_lens, 0, tokens), 0)
@@ -243,7 +246,7 @@ def prefill_mosaic(
 
     def new_tokens(out_dtype: Any) -> Any:
         with jax.named_scope("new_tokens"):
-            # Zeroed, since the values are read below `first` too, with a weight of 0.
+            # Zeroed, because values below `first` are read too, with a weight of 0.
             new = jnp.where(valid[..., None], latent, 0)
             return over(new, (first, query_lens, query_lens, zero), out_dtype)
 
@@ -268,18 +271,18 @@ def prefill_mosaic(
                 visible = jnp.clip(prefix - firsts[i], 0, count)
                 return over(kv, (zero, query_lens, visible, zero + count), jnp.float32, state)
 
-            # Not a scan with a condition in it: a branch that reads nothing copies the state.
+            # Not a scan with a condition inside: a branch that reads nothing would copy the state.
             reached = jnp.sum(firsts < prefix.max(), dtype=jnp.int32)
             out, lse = lax.fori_loop(0, reached, add_block, state)
         return out.astype(dtype), lse
 
     def no_prefix() -> Any:
-        # A small output is rounded after the kernel. So both branches have one kernel: to compile
-        # another takes seconds of a start.
+        # A small output is rounded after the kernel, so that both branches use one kernel:
+        # compiling another would add seconds to the start.
         small = batch * tokens * heads * w_uv.shape[2] * 4 <= ROUNDED_BYTES
         out, lse = new_tokens(jnp.float32 if small else dtype)
         return out.astype(dtype), lse
 
-    # Both branches make their output, since one that passed it on would copy it.
+    # Both branches create their output; one that passed it through would copy it.
     out, lse = lax.cond(jnp.any(prefix > 0), all_tokens, no_prefix)
     return (out, lse) if wide else launch.unpad(out, lse, tokens)

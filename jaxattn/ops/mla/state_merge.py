@@ -16,23 +16,24 @@ def merge_attention_states(
     outs: Sequence[Float[Array, "*rows V"]] | Float[Array, "K *rows V"],
     lses: Sequence[Float[Array, "*rows"]] | Float[Array, "K *rows"],
 ) -> tuple[Float[Array, "*rows V"], Float[Array, "*rows"]]:
-    """Merges K >= 1 attentions over disjoint keys by their log-sum-exps (natural logarithm).
+    """Merges K >= 1 attention results over disjoint keys by their log-sum-exp (natural logarithm).
 
-    A part with lse -inf saw no key, and the op does not read its `out`. An lse of +inf means the
-    same, as in FlashAttention and FlashMLA. If no part saw any key, the result is 0 and -inf. An
-    lse of NaN gives NaN. Merging merged states equals merging all parts, up to rounding.
+    A part whose lse is -inf saw no key, so its `out` is ignored, whatever it holds. The same holds
+    for +inf, with which FlashAttention and FlashMLA mark such a part. If no part saw any key, the
+    result is 0 and -inf. An lse of NaN gives NaN. Merging merged results equals merging all parts,
+    up to rounding.
 
     Args:
-        outs: the parts' outputs, K arrays or one stack of them; any floating dtype.
-        lses: the parts' log-sum-exps, shaped as `outs` without the last axis.
+        outs: The parts' outputs, K arrays or one stack of them, of any floating dtype.
+        lses: The parts' log-sum-exps, shaped as `outs` without the last axis.
 
     Returns:
-        `out` in the parts' dtype, and `lse` in float32 (float64 if a part is float64), which is
-        also the dtype of the computation. Differentiable.
+        `out` in the parts' dtype and `lse` in float32 (float64 if a part is). The computation uses
+        the latter dtype and is differentiable.
 
     Raises:
-        TypeError: an argument is not a floating array.
-        ValueError: there are no parts, or their shapes do not fit.
+        TypeError: An argument is not a floating array.
+        ValueError: There are no parts, or their shapes do not fit.
     """
     for name, parts in (("outs", outs), ("lses", lses)):
         if not hasattr(parts, "shape") and not isinstance(parts, Sequence):
@@ -67,8 +68,8 @@ def merge_attention_states(
     parts, lse = jnp.asarray(_stack(outs), wide), jnp.asarray(_stack(lses), wide)
     lse = jnp.where(lse == jnp.inf, -jnp.inf, lse)
     parts = jnp.where((lse == -jnp.inf)[..., None], 0, parts)
-    # The result does not depend on the shift, so no gradient goes through it. Rows that have seen
-    # nothing shift by 0: -inf - -inf is NaN.
+    # The result does not depend on the shift, so no gradient goes through it. Rows that saw no key
+    # shift by 0, because -inf - -inf is NaN.
     top = lax.stop_gradient(lse.max(0))
     empty = top == -jnp.inf
     shift = jnp.where(empty, 0, top)

@@ -1,1 +1,1 @@
-"""Mixture of experts: router, routing and experts; `jaxattn.moe` is the public face."""
+"""Mixture of experts: router, routing and experts; `jaxattn.moe` is the public module."""

@@ -1,10 +1,10 @@
-"""Mixture of experts: each token goes through the experts that it takes.
+"""Mixture of experts: each token goes through the experts that the router chose for it.
 
     ids, weights = route(logits, bias, router)          [T, K] each
     y = mixture_of_experts(x, ids, weights, gate_up, down)
 
-Weights lie as checkpoints have them, [out, in], gate's rows before up's. The kernels read them
-where they lie; XLA copies a layer's experts out of the stack. routing.py has `route`.
+Weights have the layout of checkpoints, [out, in], with gate's rows before up's. The kernels read
+them in place; XLA copies a layer's experts out of the stack. routing.py has `route`.
 """
 
 from collections.abc import Callable
@@ -58,55 +58,55 @@ def mixture_of_experts(
     apart: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """Sum over a token's experts of `weights * down(activation(gate(x), up(x)))`, in float32.
+    """Returns the sum over a token's experts of `weights * down(activation(gate(x), up(x)))`.
 
-    Operands of the products have the weights' dtype, or x's dtype if the weights are quantized.
-    Sums are float32. From 1,024 tokens on and without an arena, the kernels round each expert's
-    output to the operands' dtype before they multiply it by its routing weight, except with 4-bit
-    weights. The op adds a token's experts in the order of `ids`, so the result does not depend on
-    the other tokens. A NaN in a token stays in that token.
+    Operands of the products have the weights' dtype, or x's if the weights are quantized; sums are
+    float32. With 1,024 tokens or more and no arena, the kernels round each expert's output to that
+    dtype before they weight and add it, except for 4-bit weights. A token's experts are added in
+    the order of `ids`, so its result does not depend on other tokens. A NaN in a token stays in
+    that token.
 
-    Padding: an id below 0, or of E and above, is not an expert. Such an id adds exactly 0, and the
-    op reads nothing for it. The kernels read only the weights of chosen experts, once per tile of
-    tokens.
+    Padding: an id below 0 or from E on is no expert; it adds exactly 0, and nothing is read for it.
+    The kernels read only the weights of chosen experts, once per tile of tokens.
 
-    The gradient also has kernels, in reverse mode: for x, for `weights` (and through them the
-    router), and for both products' weights and biases. Experts without tokens get exact zeros, and
-    gradients have the same bits in each run. With quantized weights, XLA computes the gradient;
-    with an arena, the op has no gradient.
+    The reverse-mode gradient has kernels too, for x, `weights` (and through them the router), both
+    products' weights, and the biases. An expert without tokens gets exact zeros, and gradients are
+    bitwise reproducible. With quantized weights XLA computes the gradient; with an arena there is
+    none.
 
     Args:
-        x: tokens, padding included.
-        ids: the experts of each token, from `route`.
-        weights: the routing weights of these experts.
-        gate_up: [E, J = 2 I, F] with gate's rows first, or a stack [L, E, 2 I, F] with `layer`.
-        down: [E, F, I], or a stack.
-        gate_up_scale: the scales of float8_e4m3fn weights, which the op multiplies by them:
-            float32, for blocks of 128 rows and columns, with gate's scales before up's. The number
-            of blocks is rounded up.
-        down_scale: the scales of `down`, likewise.
-        gate_up_bias, down_bias: biases of the products, both or none, or stacks.
-        activation: None is silu(gate(x)) * up(x).
-        form: the format of 4-bit weights, which are tiles (`core.numerics.four_bit_tiles`): gate_up
-            [E, 2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. The op
-            rounds each weight to x's dtype once.
-        layer: index into the stacks, a Python int, a traced scalar, or the position in a pattern.
-        arena: scratch for values between the products, regions of `scratch`.
-        listed: the kernels' work list for these `ids` and this x, if `choose_experts` created one.
-            None: the op creates the list.
-        apart: leaves the sum over experts to the op that reads the result next; needs an arena. The
-            result is then an `ExpertOutputs`, whose `total` is the array. `total` reads the arena
-            at the time of the call.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernels support F
-            and I that are multiples of 64 (FP8: 128), and multiply bfloat16 or float16 numbers.
+        x: Tokens, padding included.
+        ids: The experts of each token, as `route` returns them.
+        weights: The routing weights of those experts.
+        gate_up: Weights [E, J = 2 I, F] with gate's rows first, or a stack [L, E, 2 I, F] with
+            `layer`.
+        down: Weights [E, F, I], or a stack.
+        gate_up_scale: float32 factors of float8_e4m3fn weights, one per block of 128 rows and
+            columns, gate's before up's; block counts are rounded up.
+        down_scale: The same for `down`.
+        gate_up_bias, down_bias: Biases added to the products, both or none, or stacks of them.
+        activation: The activation of gate and up. None means silu(gate(x)) * up(x).
+        form: Format of 4-bit weights, which are tiles (`core.numerics.four_bit_tiles`): gate_up [E,
+            2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. Each weight is
+            rounded to x's dtype once.
+        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        arena: The arena in which the kernels keep the intermediates between the products, in
+            regions of `scratch`.
+        listed: The kernels' work list for these `ids` and this x, if `choose_experts` returned one.
+            None means that the op creates it.
+        apart: Whether the kernels leave the sum over experts to the next op, which needs an arena.
+            The result is then an `ExpertOutputs`, whose `total` is the array and reads the arena's
+            current contents.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernels require F and I to be multiples of 64 (FP8: 128), and multiply bfloat16 or
+            float16 numbers.
 
     Returns:
         float32 [T, F], and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape; the message names the
-            argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "mixture_of_experts"
     check_arena(op, arena)
@@ -218,7 +218,7 @@ def _checked(
 def _check_tiles(
     op: str, arguments: OpArguments, x: Any, gate_up: Any, down: Any, stack: str, form: Any
 ) -> None:
-    """Weights of 4 bits are tiles of one pair of sizes."""
+    """Raises unless both 4-bit weights consist of tiles of matching sizes."""
     if not isinstance(form, FourBitFormat):
         raise TypeError(f"{op}: form must be a FourBitFormat or None, got {type(form).__name__}")
     for name, array, axes in (("gate_up", gate_up, "E two r c B"), ("down", down, "E m n B")):
@@ -241,7 +241,7 @@ def _check_tiles(
 def _matrices(
     gate_up: Array, down: Array, form: FourBitFormat | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of the weights as matrices."""
+    """Returns the shapes of the weights as matrices."""
     if form is None:
         return gate_up.shape, down.shape
     features, width = form.matrix(down.shape)
@@ -252,7 +252,7 @@ def _matrices(
 def _checked_scales(
     op: str, gate_up: Array, down: Array, gate_up_scale: Any, down_scale: Any
 ) -> tuple[Array | None, Array | None]:
-    """FP8 weights have scales, others none."""
+    """Returns the scales; raises unless FP8 weights have them and other weights have none."""
     quantized = gate_up.dtype == FP8
     (*stack, features, width) = down.shape
     blocks = lambda size: -(-size // BLOCK)  # noqa: E731
@@ -274,7 +274,7 @@ def _checked_scales(
 def _checked_biases(
     op: str, rows: list[tuple[int, ...]], gate_up_bias: Any, down_bias: Any
 ) -> tuple[Array | None, Array | None]:
-    """Both products have biases, or none has."""
+    """Returns the biases; raises unless both products have them or neither does."""
     if gate_up_bias is None and down_bias is None:
         return None, None
     found = []
@@ -307,7 +307,7 @@ def _by_ragged_products(
     activation: Callable[[Array, Array], Array],
     form: FourBitFormat | None = None,
 ) -> Array:
-    """The plain-JAX path: tokens sorted by expert, each of which multiplies its own rows."""
+    """The plain-JAX path, which sorts tokens by expert; each expert multiplies its own rows."""
     gate_up, down = gate_up[layer], down[layer]
     if form is not None:
         gate_up, down = (four_bit_tiles.dequantize(w, form, x.dtype) for w in (gate_up, down))
@@ -333,12 +333,12 @@ def _by_ragged_products(
     gate, up = jnp.split(product(tokens, gate_up, gate_up_bias), 2, axis=1)
     out = product(activation(gate, up).astype(dtype), down, down_bias)
     out = jnp.zeros_like(out).at[order].set(out).reshape(*ids.shape, -1)
-    # A select: rows without an expert may hold anything.
+    # A select, because rows without an expert may hold anything.
     return jnp.where(valid[..., None], out * weights[..., None], 0).sum(1)
 
 
 def _grouped(tokens: Array, weights: Array, sizes: Array) -> Array:
-    """[rows, out] float32: each expert's rows times its [out, in] weights."""
+    """Returns each expert's rows times its [out, in] weights, float32 [rows, out]."""
     wide = jnp.float32 in (tokens.dtype, weights.dtype)
     dimensions = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())),

@@ -1,10 +1,9 @@
-"""A router: its products with tokens, and the experts that follow from them.
+"""A router's products with tokens, and the choice of experts from them.
 
-Float32 weights times bfloat16 tokens are products of bfloat16.
-
-A float32 weight is nearly the sum of two bfloat16 numbers, its rounding and what the rounding left:
-within 2**-17 of it, and exactly where the checkpoint has the router in bfloat16. Float32 products
-are slow on a GPU: 69 us per layer of DeepSeek-V2-Lite at 32 tokens (H200), where these take 4.
+Float32 weights times bfloat16 tokens are computed as products of bfloat16. A float32 weight is
+nearly the sum of two bfloat16 numbers, its rounding and the rest: within 2**-17 of it, and exactly
+if the checkpoint's router is bfloat16. Float32 products are slow on a GPU: 69 us per layer of
+DeepSeek-V2-Lite at 32 tokens (H200), compared with 4 us here.
 """
 
 from typing import Any
@@ -30,19 +29,19 @@ from jaxattn.ops.moe.routing import (
     with_gradient_of_weights,
 )
 
-# The kernel of the product wants columns by 64, and two halves are side by side.
+# The product's kernel needs a multiple of 64 columns, and two halves are side by side.
 HALF = 32
 
 
 def split_router(
     router: Float[Array, "*L F E"], gates: Float[Array, "*L F 1"] | None = None
 ) -> Float[Array, "*L F 2N"]:
-    """Float32 weights as two of bfloat16, side by side: as many bytes.
+    """Splits float32 weights into two bfloat16 halves, side by side, of the same total bytes.
 
     Args:
-        gates: a column more, of the shared experts' gate. With it N is E + 1 and zeros behind it,
-            up to a multiple of 32. There are 64 columns at least: of fewer the kernel's product
-            has to be cut, by a launch of XLA's.
+        gates: An additional column for the shared experts' gate. N is then E + 1, zero-padded to a
+            multiple of 32. The result has at least 64 columns: with fewer, a separate XLA launch
+            would have to slice the kernel's product.
     """
     if gates is not None:
         router = jnp.concatenate([router, gates], axis=-1)
@@ -54,13 +53,15 @@ def split_router(
 
 
 def split_biases(biases: Float[Array, "*L E"], columns: int) -> Float[Array, "*L 2N"]:
-    """Of two halves the first has the biases; there are 128 numbers at least, as the kernel of the
-    products reads so many."""
+    """Pads biases to two halves, of which the first holds the biases.
+
+    The result has at least 128 numbers, because the kernel of the products reads that many.
+    """
     return jnp.pad(biases, _behind(biases, max(0, max(columns, ROWS) - biases.shape[-1])))
 
 
 def _behind(x: Array, count: int) -> list[tuple[int, int]]:
-    """Widths of a pad by so many columns."""
+    """Returns the pad widths that append `count` columns."""
     return [(0, 0)] * (x.ndim - 1) + [(0, count)]
 
 
@@ -74,15 +75,15 @@ def router_products(
     gates: Float[Array, "L F 1"] | None = None,
     biases: Float[Array, "L E"] | None = None,
 ) -> Float[Array, "T 2N"]:
-    """Float32 logits of a layer's router in two halves side by side, whose sum they are.
+    """Returns a layer's router products as two halves side by side, which add up to the logits.
 
     Args:
-        x: tokens; they are rounded to bfloat16.
-        routers: of all layers, float32, or what `split_router` makes of them.
-        implementation: of the product, where the kernel has its shape.
-        gates: of all layers, where `routers` are float32; then, or where `split_router` had gates,
-            column E of a half is the gate's product.
-        biases: of all layers, or what `split_biases` makes of them.
+        x: Tokens, which are rounded to bfloat16.
+        routers: The routers of all layers, in float32 or as `split_router` returns them.
+        implementation: Implementation of the product, if the kernel supports its shape.
+        gates: The shared experts' gates of all layers, if `routers` are float32. With them, or if
+            `split_router` was given gates, column E of each half is the gate's product.
+        biases: The biases of all layers, or the result of `split_biases`.
     """
     halves = routers if routers.dtype == jnp.bfloat16 else split_router(routers, gates)
     tokens = x.reshape(-1, x.shape[-1])
@@ -97,13 +98,13 @@ def router_products(
 
 @jax.custom_vjp
 def _training_logits(x: Float[Array, "T F"], router: Float[Array, "F E"]) -> Float[Array, "T E"]:
-    """`x @ router` of float32 within about 2**-16, by three products of bfloat16.
+    """Computes `x @ router` in float32 to within about 2**-16, by three products of bfloat16.
 
-    Differentiable in reverse mode only. Gradients are products of bfloat16 as well, as those of
-    every other linear of a bfloat16 layer: nothing is chosen by them.
+    Differentiable in reverse mode only. Gradients are products of bfloat16 too, as in every other
+    linear of a bfloat16 layer, because no choice depends on them.
     """
     halves = split_router(_in_halves(router))
-    # The experts take the same rounded tokens: XLA makes one array of both.
+    # The experts use the same rounded tokens, so XLA computes one array for both.
     high = x.astype(jnp.bfloat16)
     low = (x - lax.reduce_precision(x, 8, 7)).astype(jnp.bfloat16)
     logits = sum_split_logits(_product(high, halves, (1, 0)))
@@ -129,7 +130,7 @@ training_logits = in_reverse_mode_only("MixtureOfExperts", _training_logits)
 
 
 def _in_halves(x: Float[Array, "T N"]) -> Float[Array, "T M"]:
-    """With columns of zeros up to a multiple of 32, which tensor cores take."""
+    """Appends columns of zeros up to a multiple of 32, as tensor cores need."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % HALF)))
 
 
@@ -141,7 +142,7 @@ def _product(
 
 
 def sum_split_logits(products: Float[Array, "T 2N"]) -> Float[Array, "T N"]:
-    """The logits of `router_products`."""
+    """Returns the logits from the result of `router_products`."""
     high, low = jnp.split(products, 2, axis=-1)
     return high + low
 
@@ -159,20 +160,21 @@ def choose_experts(
     x: Float[Array, "T F"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
-    """The experts of each token and their weights, `route`'s and those that every token takes.
+    """Returns each token's experts and their weights: `route`'s, then those every token uses.
 
     Args:
-        logits: of the E experts, in the first columns; or with `halves`, `router_products`.
-        bias: as of `route`, or of all layers, of which `layer` says one.
-        always: the experts from E on that every token takes, with weight 1.
-        gated: or with the sigmoid of column E.
-        valid: false or 0 for a token that is padding: its ids are -1.
-        x: the token, where T is 1, as `mixture_of_experts` will be given it. The kernel makes its
-            `listed` of it, where it has such sizes. With x it has no gradient.
-        implementation: as of `route`.
+        logits: The logits of the E experts in the first columns, or with `halves` the result of
+            `router_products`.
+        bias: As for `route`, or the biases of all layers, which `layer` indexes.
+        always: Number of experts from E on that every token uses, with weight 1.
+        gated: Whether these experts' weight is the sigmoid of column E instead of 1.
+        valid: False or 0 marks a token as padding, whose ids become -1.
+        x: The token that `mixture_of_experts` will receive, if T is 1. If the kernel supports these
+            sizes, it also returns the `listed` argument of that op. With x the op has no gradient.
+        implementation: As for `route`.
 
     Raises:
-        Refusal: the named implementation refuses, and says why.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     count = router.experts
     valid = None if valid is None else valid.astype(jnp.int32)
@@ -200,7 +202,7 @@ def choose_experts(
         del bias, first, valid
         columns, routed = sum_split_logits(logits) if halves else logits, ids[:, : router.top_k]
         weights = weights_of_chosen(columns[:, :count], jnp.maximum(routed, 0), router)
-        # The experts of padding are not known any more, and nobody reads their weights.
+        # Padding has lost its ids here, and nothing reads its weights.
         return jnp.where(routed[:, :1] >= 0, with_shared(weights, columns), 0)
 
     def mosaic(interpret: bool) -> tuple[Array, Array, RoutedToken | None]:

@@ -1,10 +1,10 @@
-"""The beginning of a token's experts in a loop over layers: its choice, and the shared experts' h.
+"""The start of the experts in a decode loop over layers: routing and the shared experts' h.
 
     ids, weights, listed, arena = router_shared_experts(x, router, bias, gate_up, config, ...)
     y, arena = mixture_of_experts(x, ids, weights, gate_up, down, arena=arena, listed=listed, ...)
 
-The kernel does in one launch what the router's product, the choice and the shared experts' gate and
-up do one after another (kernels/moe/router_shared_experts.py).
+One kernel launch replaces the router's product, the choice, and the shared experts' gate and up
+(kernels/moe/router_shared_experts.py).
 """
 
 import jax
@@ -28,7 +28,7 @@ from jaxattn.ops.moe.routing import Router
 def supports_fused_router(
     x: Array, router: Array, gate_up: Array, config: Router, always: int
 ) -> bool:
-    """Whether shapes and dtypes are the kernel's."""
+    """Returns whether the kernel supports these shapes and dtypes."""
     return refusal(x, router, gate_up, config.experts, config.top_k, always) is None
 
 
@@ -46,24 +46,25 @@ def router_shared_experts(
     arena: Arena,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "1 K"], Float[Array, "1 K"], RoutedToken | None, Arena]:
-    """(ids, weights, the list of work, the arena) for `mixture_of_experts`.
+    """Returns (ids, weights, the work list, the arena) for `mixture_of_experts`.
 
     Args:
-        x: a token; it is rounded to the router's dtype. If x is a `PendingNorm` [*T, F], the
-            kernel makes the norm too, where it can.
-        router: of all layers, what `split_router` makes of it, without a gate.
-        bias: of all layers, as `route` has it.
-        gate_up: of all layers, [L, E + always, 2 I, F] as `mixture_of_experts` has it.
-        config: how tokens choose.
-        layer: the layer's number.
-        always: the experts from E on that every token takes, with weight 1.
-        valid: false or 0 for padding, whose ids are -1.
-        arena: scratch of at least `jaxattn.moe.scratch(tokens=1, ...)`.
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla", which makes no list and
-            leaves the shared experts to `mixture_of_experts`. Neither has a gradient.
+        x: One token, which is rounded to the router's dtype. If x is a `PendingNorm` [*T, F], the
+            kernel also computes the norm if it supports the size.
+        router: `split_router` of all layers, without gates.
+        bias: The biases of all layers, as for `route`.
+        gate_up: The weights of all layers, [L, E + always, 2 I, F], as for `mixture_of_experts`.
+        config: The routing rule.
+        layer: Index of the layer.
+        always: Number of experts from E on that every token uses, with weight 1.
+        valid: False or 0 marks padding, whose ids become -1.
+        arena: Scratch memory of at least `jaxattn.moe.scratch(tokens=1, ...)`.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            "xla" returns no work list and leaves the shared experts to `mixture_of_experts`. The op
+            has no gradient.
 
     Raises:
-        Refusal: the named implementation refuses, and says why.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     first, affine, _ = split_layer_index(layer)
     valid = None if valid is None else valid.astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Routing of tokens to experts with their weights, float32 throughout.
+"""Routing of tokens to experts with their weights, in float32 throughout.
 
-A bias rounded to bfloat16 chooses other experts.
+Rounding the bias to bfloat16 would change the choice of experts.
 """
 
 import dataclasses
@@ -21,20 +21,20 @@ from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, route_mosaic
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Router:
-    """How a router chooses the experts of a token.
+    """The rule by which tokens choose experts.
 
     Attributes:
-        experts: E.
-        top_k: K, experts per token.
-        scores: "softmax" over the experts, or "sigmoid" of each score (DeepSeek-V3).
-        groups: the number of groups of neighboring experts.
-        top_groups: the number of groups from which the router chooses experts.
-        best_of_group: the number of best experts whose scores sum to the score of a group.
-        normalize: whether the weights of the chosen experts sum to 1.
-        scale: factor of the weights.
+        experts: E, the number of experts.
+        top_k: K, the number of experts per token.
+        scores: "softmax" over the experts, or "sigmoid" of each (DeepSeek-V3).
+        groups: Number of groups of consecutive experts.
+        top_groups: Number of groups from which experts are chosen.
+        best_of_group: A group's score is the sum of this many of its best experts' scores.
+        normalize: Whether the chosen experts' weights are scaled to sum to 1.
+        scale: Factor of the weights.
 
     Raises:
-        ValueError: the numbers are inconsistent; the message names them.
+        ValueError: The numbers do not fit each other; the message names them.
     """
 
     experts: int
@@ -83,21 +83,23 @@ def route(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Int[Array, "*T K"], Float[Array, "*T K"]]:
-    """The experts of each token, best first, and their weights in float32.
+    """Returns the experts of each token, best first, and their weights in float32.
 
-    Among equal scores, the expert with the lower id comes first. A token whose logits are all NaN
-    gets NaN for weights.
+    If scores are equal, the expert with the lower id comes first. A token whose logits are all NaN
+    gets NaN weights.
 
     Args:
-        logits: the router's logits, which the op converts to float32.
-        bias: added to the scores for the choice of experts, but not to the weights (DeepSeek-V3's
+        logits: Logits of the router, which are cast to float32.
+        bias: Bias added to the scores for the choice only, not in the weights (DeepSeek-V3's
             `e_score_correction_bias`).
-        implementation: None, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel supports
-            multiples of 32 experts, at most 1024. The gradient supports only reverse mode.
+        router: The routing rule.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires a multiple of 32 experts, at most 1024, and supports gradients in
+            reverse mode.
 
     Raises:
-        TypeError, ValueError: an argument is not an array, or has a wrong shape.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument is not an array, or its shape does not fit.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "route"
     if not isinstance(router, Router):
@@ -122,7 +124,7 @@ def route(
             return tuple(x.reshape(*logits.shape[:-1], router.top_k) for x in chosen)
 
         def weights_of(ids: Array, logits: Array, bias: Array | None) -> Array:
-            del bias  # chooses, and is in no weight
+            del bias  # affects only the choice, not the weights
             return weights_of_chosen(logits, ids, router)
 
         return with_gradient_of_weights(weights_of, kernel)(logits, bias)
@@ -132,7 +134,7 @@ def route(
 
 
 def route_serves(experts: int) -> bool:
-    """Whether the kernel has so many experts."""
+    """Returns whether the kernel supports this number of experts."""
     return experts % LEAST == 0 and 0 < experts <= MOST_EXPERTS
 
 
@@ -148,15 +150,18 @@ def _by_sorting(logits: Array, bias: Array | None, router: Router) -> tuple[Arra
 def weights_of_chosen(
     logits: Float[Array, "*T E"], ids: Int[Array, "*T K"], router: Router
 ) -> Float[Array, "*T K"]:
-    """The weights of experts that are chosen already. Its gradient has no choice in it."""
+    """Returns the weights of experts chosen already, so that the gradient contains no choice."""
     return _weights(_scores(logits, router), ids, router)
 
 
 def with_gradient_of_weights(
     weights_of: Callable[..., Array], choose: Callable[..., tuple[Array, Array]]
 ) -> Callable[..., Any]:
-    """`choose(*operands)` gives ids and weights, and is differentiated, in reverse mode only, as
-    `weights_of(ids, *operands)`: the backward pass does not choose again."""
+    """Gives `choose(*operands)`, which returns ids and weights, a reverse-mode gradient.
+
+    The gradient is that of `weights_of(ids, *operands)`, so the backward pass does not choose
+    again.
+    """
     differentiable = jax.custom_vjp(choose)
 
     def forward(*operands: Any) -> Any:
@@ -183,7 +188,7 @@ def _weights(scores: Array, ids: Array, router: Router) -> Array:
 
 
 def _of_best_groups(choice: Array, router: Router) -> Array:
-    """-inf for experts of other groups than the best `top_groups`."""
+    """Returns `choice` with -inf for experts outside the best `top_groups` groups."""
     grouped = choice.reshape(*choice.shape[:-1], router.groups, -1)
     best, _ = lax.top_k(grouped, router.best_of_group)
     _, kept = lax.top_k(best.sum(-1), router.top_groups)

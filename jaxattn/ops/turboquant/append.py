@@ -1,4 +1,4 @@
-"""New tokens on their way into a TurboQuant cache: norms, rotation by position, codes and write."""
+"""The TurboQuant append op: norms, rotation by position, quantization and cache write."""
 
 import jax
 from jax.typing import DTypeLike
@@ -36,24 +36,25 @@ def turbo_append(
 ) -> tuple[Float[Array, "B S H D"], Array]:
     """Norms and rotates each row's new queries and keys, and caches codes of keys and values.
 
-    The op is `gqa_append` for a cache of `turbo_cache_write`, for one token of a row or a whole
+    The op is `gqa_append` for a cache of `turbo_cache_write`, for one token per row or a whole
     chunk.
 
     Args:
         q, k, v, weights, block_tables, seq_lens, rotation, config, eps, dtype, query_lens, layer:
-            as for `gqa_append`.
-        kv_cache: a stack with `layer`, or one layer's pages; donate it to update it in place.
-        form: the cache's format.
-        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". The kernel
-            supports D 64, 128 and 256, with even H and Hk if D is 64.
+            As for `gqa_append`.
+        kv_cache: A stack of layers (with `layer`) or one layer's pages. Donate it to update it in
+            place.
+        form: Format of the cache.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            The kernel requires D 64, 128 or 256, and even H and Hk if D is 64.
 
     Returns:
-        (queries [B, S, H, D], rotated by position and not by the Hadamard matrix; the cache).
+        (queries [B, S, H, D], rotated by position but not by the Hadamard matrix; the cache).
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "turbo_append"
     arguments = OpArguments(op)

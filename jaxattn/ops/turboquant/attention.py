@@ -1,10 +1,9 @@
 """Grouped-query attention over a TurboQuant cache: decode and continuation prefill.
 
-New tokens are written first (cache_write.py) and read back like all others. So decode, prefill in
-chunks of any size, and prefill at once see the same numbers. Here and in decode queries are
-rotated, and cached keys are not rotated back: both rotations of a product cancel. The kernels of
-longer prompts rotate keys back (prefill.py). Codes become numbers one block of pages at
-a time.
+New tokens are written first (cache_write.py) and read back like all others, so decode, chunked
+prefill and prefill at once see the same numbers. Here and in decode, queries are rotated and cached
+keys are not rotated back, because the two rotations of a product cancel. The kernels for longer
+prompts rotate keys back (prefill.py). Codes are dequantized one block of pages at a time.
 """
 
 import dataclasses
@@ -40,10 +39,10 @@ from jaxattn.ops.gqa.scores import (
 from jaxattn.ops.turboquant.cache_write import check_head_dim, check_turbo_cache
 from jaxattn.ops.turboquant.prefill import turbo_prefill_mosaic
 
-# Query tokens, and cached tokens, that plain JAX takes at a time, of every row.
+# Query tokens and cached tokens per row that plain JAX processes at a time.
 QUERY_BLOCK = 512
 CACHED_BLOCK = 512
-# Tokens of a row that the decode kernel takes; of more the kernel that reads prompts takes blocks.
+# Tokens per row that the decode kernel supports; the prefill kernel processes more, in blocks.
 MOST_NEW = 8
 
 
@@ -66,35 +65,35 @@ def turbo_attention(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """Attention of each row's last S tokens, one or a whole chunk, to its cached ones.
+    """Computes the attention of each row's last S tokens, one or a chunk, over its cached tokens.
 
-    The op is `gqa_decode` for TurboQuant caches, and also runs continuation prefill. The cache
-    already contains the S tokens (`turbo_cache_write`), and token s sees the positions up to its
-    own. Padding and uninitialized memory are as in `gqa_decode`. In XLA, the op is differentiable
-    in q, sinks and gate. The kernel has no gradient: to differentiate on a GPU, pass
-    implementation="xla".
+    The op is `gqa_decode` for TurboQuant caches, and also runs continuation prefill. The S tokens
+    must be in the cache already (`turbo_cache_write`), and token s sees the positions up to its
+    own. Padding and uninitialized memory are treated as in `gqa_decode`. XLA differentiates the op
+    in q, sinks and gate. The kernel has no gradient, so pass implementation="xla" if you need one
+    on a GPU.
 
     Args:
-        q: queries, normed and rotated by position, but not by the Hadamard matrix.
-        kv_cache: pages of codes; a stack of layers with `layer`, or one layer's.
-        form: the cache's format.
+        q: Queries, normed and rotated by position, but not by the Hadamard matrix.
+        kv_cache: Pages of codes: a stack of layers (with `layer`) or one layer's pages.
+        form: Format of the cache.
         block_tables, seq_lens, scale, query_lens, layer, window, sinks, soft_cap, gate, schedule,
-            arena: as for `gqa_decode`.
-        implementation: None for the best, "mosaic_gpu", "mosaic_gpu_interpret" or "xla". "xla" is
-            the reference. It allocates a block of 512 cached tokens of every row in float32, and
-            the scores of 512 queries against these tokens. The kernels support q in bfloat16 or
-            float16, and decode supports pages of 16, 32, 64 and 128 tokens. For more than 8 tokens,
-            the kernels unpack a block of keys and values at a time to float16: 64 MiB or 1024
-            tokens of each row, whichever is more. One result is also in float32.
+            arena: As for `gqa_decode`.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            "xla" is the reference, which holds a block of 512 cached tokens of every row in
+            float32, and scores of 512 queries against them. The kernels require q of bfloat16 or
+            float16, and decode requires pages of 16, 32, 64 or 128 tokens. For more than 8 tokens,
+            the op unpacks one block of keys and values at a time into float16: 64 MiB or 1024
+            tokens of each row, whichever is more. The kernel then also holds one result in float32.
 
     Returns:
         (out [B, S, H, D] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink
         included), and the arena if one was given.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     arguments = OpArguments("turbo_attention")
     q = arguments.check("q", q, "B S H D")
@@ -135,7 +134,7 @@ def turbo_attention(
         if q.shape[1] > MOST_NEW:
             out, lse = turbo_prefill_mosaic(plain, interpret=interpret)
             return (out, lse) if arena is None else (out, lse, arena)
-        # The kernel itself knows rows of more tokens than their table has places.
+        # The kernel itself detects rows with more tokens than their table has places.
         asked = dataclasses.replace(call, seq_lens=as_given)
         return turbo_decode_mosaic(asked, interpret=interpret)
 
@@ -148,7 +147,7 @@ def turbo_attention(
 
 @jax.jit
 def _attend(call: TurboDecodeCall) -> tuple[jax.Array, jax.Array]:
-    """Query tokens in blocks, one after another."""
+    """Attends block by block of query tokens."""
     seq_lens, block_tables, query_lens = call.seq_lens, call.block_tables, call.query_lens
     scores = AttentionScoring.of_call(call)
     q, kv_cache, sinks, gate = match_varying_axes(
@@ -166,7 +165,7 @@ def _attend(call: TurboDecodeCall) -> tuple[jax.Array, jax.Array]:
     more = -q_len % block
 
     def cut(x: jax.Array | None, fill: int = 0) -> jax.Array | None:
-        """[blocks, B, block, ...]"""
+        """Splits tokens into blocks, [blocks, B, block, ...]."""
         if x is None:
             return None
         x = jnp.pad(x, ((0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
@@ -200,7 +199,7 @@ def _over_cache(
     scores: AttentionScoring,
     form: TurboFormat,
 ) -> OnlineSoftmax:
-    """The softmax of tokens at these positions over their row's cache; at -1 there is none."""
+    """Returns the softmax state of tokens at these positions over their row's cache; -1 is none."""
     batch, _, heads, dim = q.shape
     kv_heads, page = kv_cache.shape[-2], form.page_size(kv_cache)
     real = position >= 0
@@ -209,7 +208,7 @@ def _over_cache(
     row_position = jnp.repeat(position, heads // kv_heads, axis=1)[:, None, :, None]
 
     def tokens(pages: jax.Array) -> jax.Array:
-        """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
+        """Converts pages [B, n, Hk, bytes] to keys and values [B, n C, 2, Hk, D]."""
         slots = page_slots(form, pages)  # [B, n, Hk, C, slot]
         both = jnp.stack(dequantize(form, unpack(form, slots)), axis=3)
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, dim)

@@ -1,4 +1,4 @@
-"""New tokens on their way into a TurboQuant cache: codes, packed and written.
+"""The write into a TurboQuant cache: new tokens are quantized to codes, packed and stored.
 
 kv_cache uint8 [L, N, Hk, C * slot_bytes]    pages of codes, in the order of
                                              turboquant/slot_layout.py
@@ -28,9 +28,9 @@ def check_turbo_cache(
     layer: Array | int | StackedLayer | None,
     form: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A cache and its addressing: tables and lengths are checked where they are known.
+    """Checks a cache with its block tables and lengths, by value if they are concrete.
 
-    A traced row of more tokens than its table has places comes back as one of 0, padding.
+    A traced row with more tokens than its table has places gets length 0, which marks padding.
     """
     if not isinstance(form, TurboFormat):
         raise TypeError(f"{arguments.op}: form must be a TurboFormat, got {type(form).__name__}")
@@ -68,25 +68,25 @@ def turbo_cache_write(
     layer: Array | int | StackedLayer | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The cache with the new tokens quantized and written, in place if the cache is donated.
+    """Quantizes the new tokens and writes them into the cache, in place if the cache is donated.
 
     Token t of row b goes to position seq_lens[b] - query_lens[b] + t. Nothing is written for a row
-    with seq_lens 0, for t >= query_lens[b], or for a negative position. Bytes of other tokens do
-    not change. No two rows may share a page that is written.
+    with seq_lens 0, for t >= query_lens[b], or for a negative position. Other tokens' bytes do not
+    change. No two rows may share a page that is written.
 
     Args:
-        kv_cache: a stack with `layer`, or one layer's pages.
-        k, v: keys and values of the new tokens, with keys normed and rotated by position (RoPE).
+        kv_cache: A stack of layers (with `layer`) or one layer's pages.
+        k, v: Keys and values of the new tokens, the keys normed and rotated by position (RoPE).
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
-        form: the cache's format.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int, a traced scalar or a `StackedLayer`.
-        implementation: "xla", or None for the best.
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
+        form: Format of the cache.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        implementation: "xla", or None for the best available.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
     """
     arguments = OpArguments("turbo_cache_write")
     k = arguments.check("k", k, "B S Hk D")

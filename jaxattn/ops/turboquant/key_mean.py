@@ -1,8 +1,9 @@
-"""The key mean of a row, which is taken off all of its keys.
+"""The mean key of a row, which is subtracted from all of its keys.
 
-A softmax does not change where one number is taken off all scores of a query, so it does not change
-where one vector is taken off all keys. Real models have dims that are large and nearly the same in
-every key. float16 would round these by far more than all else; what differs between keys is small.
+Subtracting one number from all scores of a query does not change their softmax, and neither does
+subtracting one vector from all keys. Real models have dims that are large and nearly the same in
+every key. Rounding such dims to float16 would be by far the largest error, whereas the differences
+between keys are small.
 """
 
 from typing import Any
@@ -14,10 +15,10 @@ from jaxattn.core.turboquant.code_gather import page_codes
 from jaxattn.core.turboquant.codec import TurboFormat, hadamard, key_numbers
 from jaxattn.core.turboquant.slot_layout import GROUP
 
-# Groups of 16 tokens, spread evenly over the row, whose mean it is: 128 tokens add a 128th to the
-# square of what differs.
+# Number of groups of 16 tokens, spread evenly over the row, that are averaged. 128 tokens add a
+# 128th to the square of the differences.
 SAMPLES = 8
-# The mean's largest number: what float16 has of keys is cut by no more.
+# The mean is clipped to this magnitude, so it reduces float16's range for keys by no more.
 MOST = 1024.0
 
 
@@ -29,13 +30,13 @@ def common_key(
     begins: Int[Array, "B"] | None,
     layer: Any,
 ) -> Float[Array, "B Hk D"]:
-    """The mean of some of each row's tokens [begins, lengths), float32 and finite.
+    """Returns the mean of a sample of each row's tokens [begins, lengths), float32 and finite.
 
-    It depends on the row's own tokens alone, and on none of them much. Keys that are NaN or
-    infinite do not count, and neither do pages that do not exist. Of nothing it is 0.
+    The mean depends only on the row's own tokens, and on none of them strongly. Keys that are NaN
+    or infinite do not count, and neither do pages that do not exist. An empty sample gives 0.
 
     Args:
-        form: a format that rotates keys.
+        form: A format that rotates keys.
         layer: int32 [1].
     """
     _, count, kv_heads, nbytes = stack.shape
@@ -57,8 +58,8 @@ def common_key(
     own = there[..., None] & (token >= first[:, None, None]) & (token < lengths[:, None, None])
     norm = codes.norm.astype(jnp.float32)
     counts = own[:, :, None] & jnp.isfinite(norm)
-    # A key that is much longer than others of its group counts as twice as long as the shortest; so
-    # one that is alone in it does not count, but where the row has one group.
+    # The norm of a key counts as at most twice the shortest in its group. A key that is the only
+    # one in its group does not count, unless the row has only one group.
     alone = (jnp.sum(counts, axis=3, keepdims=True) == 1) & (groups > 1)[:, None, :, None]
     counts &= ~alone
     least = jnp.min(jnp.where(counts, norm, jnp.inf), axis=3, keepdims=True)
@@ -66,6 +67,6 @@ def common_key(
     total = jnp.where(counts, norm, 0)[..., None] * key_numbers(form, codes.keys)
     most = jnp.maximum(jnp.sum(counts, axis=(1, 3)), 1)
     mean = jnp.sum(total, axis=(1, 3)) / most[..., None]
-    # Rotated back: a product, written as a sum for XLA to make one kernel of.
+    # Rotated back by a product, written as a sum so that XLA emits one kernel.
     turned = jnp.sum(mean[..., None, :] * hadamard(form.head_dim), axis=-1)
     return jnp.clip(turned, -MOST, MOST)

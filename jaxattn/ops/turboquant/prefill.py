@@ -1,12 +1,14 @@
-"""Attention of many tokens of a row over a TurboQuant cache, by the kernel that reads prompts.
+"""The kernel path of attention of many tokens of a row over a TurboQuant cache.
 
-A block of cached tokens becomes float16 keys and values, the keys rotated back. The kernel attends
-to it, and the results of all blocks are merged by log-sum-exp. A block is bounded, so the memory
-does not grow with the context. Norms, scales and minima are float16 numbers in the cache too, and
-bfloat16 would be an eighth as exact. A rotated key has few sizes, which float16 would round alike
-in many dims: such errors add up in a score, and those of the key itself do not. What a row's keys
-have in common is taken off before they are rounded. A query's scores then lack one number, which
-log-sum-exps and soft caps get back.
+The op converts a block of cached tokens to float16 keys and values, with the keys rotated back. The
+prefill kernel attends to the block, and the results of all blocks are merged by log-sum-exp. The
+size of a block is bounded, so the memory does not grow with the context.
+
+Norms, scales and minima are float16 in the cache too, and bfloat16 would be an eighth as exact. A
+rotated key has few levels, which float16 would round alike in many dims: such errors add up in a
+score, whereas those of the key itself do not. The mean of a row's keys is subtracted before
+rounding. All scores of a query then lack one number, which is added back to log-sum-exps and before
+soft caps.
 """
 
 import functools
@@ -29,8 +31,8 @@ from jaxattn.ops.gqa.prefill_mosaic import merged
 from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES, common_key
 
-# Cached tokens of a row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
-# values of all rows, and at least LEAST_BLOCK.
+# Cached tokens per row that are unpacked at a time: as many as make UNPACKED_BYTES of keys and
+# values over all rows, and at least LEAST_BLOCK.
 LEAST_BLOCK = 1024
 UNPACKED_BYTES = 2**26
 HALF = jnp.dtype(jnp.float16)
@@ -38,7 +40,7 @@ HALF = jnp.dtype(jnp.float16)
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gqa.turbo_attention` of more tokens than decode takes; documented there."""
+    """The path of `jaxattn.gqa.turbo_attention` for more tokens than its decode kernel supports."""
     op, form, layer, kv_cache = call.op, call.form, call.layer, call.kv_cache
     block_tables, seq_lens, query_lens = call.block_tables, call.seq_lens, call.query_lens
     scores = AttentionScoring.of_call(call)
@@ -55,13 +57,13 @@ def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax
     stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
     at = jnp.asarray(at, jnp.int32).reshape(1)
     queries, common, lacks = _half(q), None, None
-    if form.rotated:  # other keys are float16 numbers
+    if form.rotated:  # keys of other formats are exact in float16
         common = _common(form, stack, block_tables, lengths, begins, at, interpret=interpret)
         each = jnp.repeat(common, q.shape[2] // kv_heads, axis=1)[:, None]  # [B, 1, H, D]
         lacks = jnp.sum(queries.astype(jnp.float32) * each, axis=-1) * scores.scale
 
     def tokens(pages: jax.Array) -> jax.Array:
-        """[B, n, Hk, bytes] as keys and values [B, n C, 2, Hk, D]."""
+        """Converts pages [B, n, Hk, bytes] to keys and values [B, n C, 2, Hk, D]."""
         codes = page_codes(form, pages)
         keys, values = plain_keys(form, codes, _turned), dequantize(form, codes)[1]
         if common is not None:
@@ -81,7 +83,7 @@ def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax
     shift = None if scores.soft_cap is None else lacks
 
     def unpacked(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """A block's keys and values."""
+        """Returns a block's keys and values."""
         if not takes(page):
             kv = read(pages[i], firsts[i])[0]
             return kv[:, :, 0], kv[:, :, 1]
@@ -114,7 +116,7 @@ def _common(
     form: TurboFormat, stack: jax.Array, block_tables: jax.Array, lengths: jax.Array,
     begins: jax.Array | None, layer: jax.Array, *, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """float32 [B, Hk, D], by a kernel where pages have one that unpacks them."""
+    """Returns the mean keys, float32 [B, Hk, D], by a kernel if it supports the page size."""
     page = form.page_size(stack)
     if not takes(page):
         return common_key(form, stack, block_tables, lengths, begins, layer)
@@ -127,20 +129,20 @@ def _common(
 
 
 def _turned(x: jax.Array) -> jax.Array:
-    """`butterfly` of levels, which bfloat16 has: one product, exact in float32."""
+    """Computes the `butterfly` of levels exact in bfloat16 as one product, exact in float32."""
     signs = jnp.asarray(np.sign(hadamard(x.shape[-1])), jnp.bfloat16)
     return jnp.dot(x.astype(jnp.bfloat16), signs, preferred_element_type=jnp.float32)
 
 
 def _half(x: jax.Array) -> jax.Array:
-    """float16, its largest number in place of greater finite ones."""
+    """Casts to float16; finite numbers beyond its range saturate."""
     return jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16)).astype(HALF)
 
 
 def _finished(
     out: jax.Array, lse: jax.Array, sinks: jax.Array | None, gate: jax.Array | None, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """With sinks and gates, which padding has neither of."""
+    """Applies sinks and gates to the output, except to padding."""
     padding = jnp.isneginf(lse)
     if sinks is not None:
         joined = jnp.logaddexp(lse, sinks)

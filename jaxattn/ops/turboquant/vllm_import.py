@@ -1,13 +1,13 @@
-"""Reads the slots of vLLM's TurboQuant cache (0.33.0) into pages of this library's.
+"""Import of the slots of vLLM's TurboQuant cache (0.33.0) into this library's pages.
 
-    cache uint8 [N, C, Hk, slot], a slot [key | value], and one byte more if that makes it even
+    cache uint8 [N, C, Hk, slot], a slot [key | value], plus one byte if that makes it even
 
     key     e4m3 D bytes; 4 bits D / 2 bytes, low nibble first; 3 bits 8 codes in 3 bytes
             then, unless it is e4m3, norm in float16
-    value   4 or 3 bits as of keys, then scale and minimum in float16
+    value   4 or 3 bits as for keys, then scale and minimum in float16
 
-Numbers of several bytes have their lowest first. vLLM stores a key's own norm and, as it reads,
-divides by the length of its levels; here the norm is stored so divided.
+Numbers of several bytes are little-endian. vLLM stores a key's own norm and divides it by the
+length of the key's levels when it reads. This library stores the divided norm.
 """
 
 from typing import Any
@@ -25,18 +25,18 @@ from jaxattn.core.validation.arguments import OpArguments
 def import_vllm_slots(
     cache: UInt8[Array, "N C Hk slot"], *, form: TurboFormat
 ) -> UInt8[Array, "N Hk bytes"]:
-    """Converts one layer of vLLM's TurboQuant cache to a cache of jaxattn.
+    """Converts one layer of vLLM's TurboQuant cache to this library's format.
 
-    Codes, scales, minima and e4m3 keys keep their bits. Quantization levels are e4m3 numbers in
-    jaxattn and float32 numbers in vLLM, so a key differs by at most 2% of its length. The length of
-    the key is equal up to float16 rounding.
+    Codes, scales, minima and e4m3 keys carry over bit for bit. Quantization levels are e4m3 numbers
+    here and float32 in vLLM, so a key differs by at most 2% of its length. The length is the same
+    up to float16 rounding.
 
     Args:
-        cache: vLLM's cache with the dtype `turboquant_` + `form.preset`; C is a multiple of 16.
-        form: the format.
+        cache: A cache of vLLM's format `turboquant_` + `form.preset`, with C a multiple of 16.
+        form: The format.
 
     Raises:
-        TypeError, ValueError: the cache's dtype or shape does not fit; it is named.
+        TypeError, ValueError: The cache has a wrong dtype or shape; the message names it.
     """
     arguments = OpArguments("import_vllm_slots")
     cache = arguments.check("cache", cache, "N C Hk slot", ("uint8",))
@@ -54,7 +54,7 @@ def import_vllm_slots(
 
 
 def stored_codes(cache: UInt8[Array, "*t slot"], form: TurboFormat) -> TurboCodes:
-    """What vLLM's slots say; a norm is the key's own length."""
+    """Decodes vLLM's slots; a norm is the key's own length."""
     sizes: list[Any] = [form.key_bytes, 2 if form.rotated else 0, form.value_bytes]
     at, parts = 0, []
     for size in (*sizes, 4):

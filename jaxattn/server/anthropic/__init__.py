@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its requests as chats, and answers in blocks of content."""
+"""Anthropic's Messages API: the translation of its requests to chats, and its content blocks."""

@@ -1,7 +1,7 @@
-"""A request of Anthropic's Messages API as one of Chat Completions.
+"""The translation of requests from Anthropic's Messages API to Chat Completions.
 
-Tools and blocks of kinds that Anthropic's own servers run, such as web_search, are skipped: the
-model answers without them.
+It skips tools and blocks that only Anthropic's servers can run, such as web_search. The model
+answers without them.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from jaxattn.server.openai.message_builder import (
 TEXTS = ("text",)
 ROLES = ("user", "assistant", "system")
 SKIPPED = ("redacted_thinking", "server_tool_use", "container_upload", "tool_reference")
-# Fields of the chat -> of this API, for errors.
+# Fields of Chat Completions -> fields of this API, for error messages.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format.json_schema": "output_config.format",
@@ -32,14 +32,14 @@ NAMES = {
 
 
 def as_chat(fields: JsonFields) -> JsonFields:
-    """The request in the form of Chat Completions.
+    """Returns the request in the format of Chat Completions.
 
     Raises:
-        ApiError: 400, with the name of a field of this API.
+        ApiError: 400 with the name of the field in this API.
     """
     chat: dict[str, Any] = {name: fields.values.get(name) for name in SAMPLING_FIELDS}
     chat["messages"] = _messages(fields)
-    if chat["messages"][-1]["role"] == "assistant":  # whose text the answer goes on with
+    if chat["messages"][-1]["role"] == "assistant":  # the answer continues this message
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools := _tools(fields):
         chat["tools"] = tools
@@ -57,8 +57,8 @@ def as_chat(fields: JsonFields) -> JsonFields:
 
 
 def _thinks(fields: JsonFields) -> bool:
-    """Whether the model should think, where its template lets one choose. Without the field it does
-    not: clients then read the first block as the answer's text."""
+    """Whether the model should reason, if its template has this option. By default it does not, as
+    clients without the field take the first block for the answer's text."""
     kinds = ("enabled", "adaptive", "between_tools", "disabled")
     return fields.object("thinking").chosen("type", kinds) not in (None, "disabled")
 
@@ -87,7 +87,7 @@ def _add(found: MessageList, role: str, message: JsonFields) -> None:
     if isinstance(content, str) or not isinstance(content, list):
         found.say(role, text_of(content, where, TEXTS))
         return
-    said: list[str] = []  # texts of a user, which stay one message
+    said: list[str] = []  # successive texts, which become one message
 
     def flush() -> None:
         if said:
@@ -116,12 +116,12 @@ def _add(found: MessageList, role: str, message: JsonFields) -> None:
             text = "" if result is None else text_of(_texts(result), f"{name}.content", TEXTS)
             found.result(_needed(reader, "tool_use_id"), text)
         elif not isinstance(kind, str) or not (kind in SKIPPED or kind.endswith("_tool_result")):
-            text_of([block], where, TEXTS)  # which says why not
+            text_of([block], where, TEXTS)  # raises the error for an unsupported block
     flush()
 
 
 def _texts(content: object) -> object:
-    """The content of a result without what names tools."""
+    """Returns the content of a tool result without its tool references."""
     if not isinstance(content, list):
         return content
     return [
@@ -177,7 +177,8 @@ def _tool_choice(fields: JsonFields) -> dict[str, Any]:
 
 
 def _output(fields: JsonFields) -> dict[str, Any]:
-    """The effort, and the schema of the answer; `output_format` is an older name for it."""
+    """Returns the reasoning effort and the answer's schema. `output_format` is an older name of the
+    schema's field."""
     config, found = fields.object("output_config"), dict[str, Any]()
     if effort := config.text("effort", 32):
         found["reasoning_effort"] = effort

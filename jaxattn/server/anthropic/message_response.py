@@ -1,4 +1,4 @@
-"""A message of Anthropic's API: blocks of content, and the events of a stream that make them."""
+"""The responses of Anthropic's Messages API: messages of content blocks, and their events."""
 
 import secrets
 from typing import Any
@@ -9,14 +9,16 @@ from jaxattn.server.decoding.message_events import MessageParser, ToolCall
 from jaxattn.server.decoding.output_collector import OutputCollector
 from jaxattn.server.openai.response_interface import Events, PartsForm, TokenUsage
 
-SIGNATURE = "jaxattn"  # clients send it back with the thoughts; nobody reads it
+SIGNATURE = "jaxattn"  # clients send it back with the reasoning; the server ignores it
 
 
 class MessageForm(PartsForm):
-    """The state of one message, whose parts are its blocks.
+    """The state of one message, whose parts are content blocks.
 
     Args:
-        model: its name.
+        model: The model's name in the response.
+        prompt_tokens: The number of the prompt's tokens.
+        parser: The parser of the answer's text.
     """
 
     thoughts, content = "thinking", "text"
@@ -34,20 +36,20 @@ class MessageForm(PartsForm):
             "usage": _usage(TokenUsage(prompt_tokens, 0, 0)),
         }
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(generation))}
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        told = {"content": self.parts, **self._stop(), "usage": _usage(self.usage(collector))}
         return self._message | told
 
     def begin(self) -> bytes:
         return self.written([{"type": "message_start", "message": self._message}])
 
-    def end(self, generation: OutputCollector) -> bytes:
-        usage = _usage(self.usage(generation))
+    def end(self, collector: OutputCollector) -> bytes:
+        usage = _usage(self.usage(collector))
         delta = {"type": "message_delta", "delta": self._stop(), "usage": usage}
         return self.written([delta, {"type": "message_stop"}])
 
     def _stop(self) -> dict[str, Any]:
-        """Why the message ended."""
+        """Returns the fields with the reason why the message ended."""
         stop = self.last.stop if self.last is not None else None
         stop = stop if isinstance(stop, str) else None
         reason = "end_turn" if stop is None else "stop_sequence"
@@ -88,7 +90,7 @@ class MessageForm(PartsForm):
         return self._event("delta") | {"delta": delta}
 
     def _event(self, what: str) -> dict[str, Any]:
-        """An event of the last block."""
+        """Returns an event of the last block."""
         return {"type": f"content_block_{what}", "index": len(self.parts) - 1}
 
 

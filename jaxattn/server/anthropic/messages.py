@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: each becomes a request of Chat Completions."""
+"""The endpoints POST /v1/messages and /v1/messages/count_tokens, built on Chat Completions."""
 
 import time
 
@@ -13,7 +13,7 @@ from jaxattn.server.runtime.service import Service
 
 
 async def create_message(service: Service, exchange: HttpRequest) -> None:
-    """Answers one request."""
+    """Handles POST /v1/messages."""
     arrived = time.perf_counter()
     with service.entered() as ticket, renamed_errors(NAMES):
         fields = await exchange.fields()
@@ -23,7 +23,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=MessageForm(service.settings.names[0], len(chat.row.prompt), chat.parser()),
             streamed=streamed,
             arrived=arrived,
@@ -31,7 +31,7 @@ async def create_message(service: Service, exchange: HttpRequest) -> None:
 
 
 async def count_tokens(service: Service, exchange: HttpRequest) -> None:
-    """Answers with the tokens that a message's prompt would have."""
+    """Answers with the number of tokens that the prompt of a message would have."""
     with service.entered(), renamed_errors(NAMES):
         fields = await exchange.fields()
         service.check_model(fields)

@@ -1,1 +1,1 @@
-"""From request fields to text: sampling, structured outputs, stop strings and tool calls."""
+"""Decoding: sampling parameters, structured outputs, stop strings, logprobs and tool calls."""

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms, and in vLLM's form of prompts."""
+"""Log-probabilities in OpenAI's two formats, and in vLLM's format for prompts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ class Chance(NamedTuple):
     """A token of a text and its log-probabilities.
 
     Attributes:
-        found: None of a prompt's first token.
-        offset: characters of the text that are whole before the token.
+        token: The token id.
+        found: The log-probabilities; None for a prompt's first token.
+        offset: The number of complete characters of the text before the token.
     """
 
     token: int
@@ -28,10 +29,11 @@ class Chance(NamedTuple):
 
 
 def read_prompt_logprobs(fields: JsonFields) -> int | None:
-    """vLLM's field `prompt_logprobs`.
+    """Reads vLLM's field `prompt_logprobs`.
 
     Raises:
-        ApiError: 400; it is no count, or the answer is streamed, which has no place for them.
+        ApiError: 400 if it is not a count, or if the answer is streamed: a stream has no field for
+            prompt log-probabilities.
     """
     found = fields.integer("prompt_logprobs", 0, MOST_LOGPROBS)
     if found is not None and fields.flag("stream"):
@@ -40,7 +42,7 @@ def read_prompt_logprobs(fields: JsonFields) -> int | None:
 
 
 def chat_logprobs(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
-    """`logprobs` of a chat's choice: each token, and the likely ones in its place."""
+    """Returns `logprobs` of a chat choice: each token, and the most likely tokens at its place."""
     return {
         "content": [
             {
@@ -54,7 +56,7 @@ def chat_logprobs(chances: Sequence[Chance], spell: Spell) -> dict[str, Any]:
 
 
 def completion_logprobs(chances: Sequence[Chance], spell: Spell, most: int) -> dict[str, Any]:
-    """`logprobs` of a completion's choice, with up to `most` likely tokens beside each."""
+    """Returns `logprobs` of a completion choice, with each token's up to `most` likely tokens."""
     pairs = [(each.token, each.found) for each in chances]
     return {
         "tokens": [_text(token, spell) for token, _ in pairs],
@@ -65,18 +67,18 @@ def completion_logprobs(chances: Sequence[Chance], spell: Spell, most: int) -> d
 
 
 def prompt_logprobs(chances: Sequence[Chance], spell: Spell, most: int) -> list[Any]:
-    """vLLM's `prompt_logprobs`: of each token itself and the likely ones, by their ids."""
+    """Returns vLLM's `prompt_logprobs`: for each token, it and the most likely tokens by id."""
     return [each.found and _ranked(each.token, each.found, spell, most) for each in chances]
 
 
 def prompt_offsets(
     tokenizer: Tokenizer, prompt: Sequence[int], text: str, *, given: bool
 ) -> list[int]:
-    """How many characters of a prompt's text are whole before each of its tokens.
+    """Returns the number of complete characters of a prompt's text before each of its tokens.
 
     Args:
-        given: the tokens are of this text, which may hold special tokens. A token without a part
-            of the text, such as a BOS, stands where the next one does.
+        given: Whether `text` is the prompt as the client sent it, which may contain special
+            tokens. A token without text, such as BOS, has the offset of the next token.
     """
     stream, at, found = tokenizer.stream(skip_special_tokens=not given), 0, []
     for token in prompt:
@@ -88,8 +90,11 @@ def prompt_offsets(
 
 
 def _likely(token: int, found: Logprobs, spell: Spell, most: int) -> dict[str, float]:
-    """The token itself and the likely ones. Of several that are spelled alike, as parts of
-    characters are, the first keeps the text, and the others are named as vLLM names tokens."""
+    """Returns the log-probabilities of the token and the most likely tokens by their text.
+
+    Tokens can share a text, as parts of characters do. Then the first one gets the text as its key,
+    and the others get vLLM's `token_id:` names.
+    """
     texts: dict[str, float] = {}
     for other, value in _unique(token, found, most):
         text = _text(other, spell)

@@ -1,8 +1,8 @@
-"""The parts of a model's message - thoughts, content, tool calls - as events, one after another.
+"""The events that a model's message consists of: reasoning, content and tool calls.
 
-A `MessageParser` turns the text of one choice into events while the text arrives. A whole answer
-and a stream go through the same parser, so that both have the same parts. Each API writes the
-events in a form of its own.
+A `MessageParser` turns the text of one choice into events while the text arrives. Whole answers
+and streams use the same parser and therefore have the same parts. Each API encodes the events in
+its own format.
 """
 
 import dataclasses
@@ -12,26 +12,27 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More text of the model's thoughts."""
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More text of the answer itself."""
+    """More text of the answer."""
 
     text: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call, whole: a parser gives it when its last character has been read.
+    """A complete tool call, which a parser returns after the call's last character.
 
     Attributes:
-        index: its number among the calls of the message, from 0.
-        id: that the result of the tool will name.
-        arguments: the text of a JSON object.
+        index: The call's number within the message, from 0.
+        id: The id that the tool's result refers to.
+        name: The function's name.
+        arguments: The arguments as the text of a JSON object.
     """
 
     index: int
@@ -41,7 +42,7 @@ class ToolCall:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The call in the form of Chat Completions, without its index."""
+        """The call in the format of Chat Completions, without its index."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -50,18 +51,19 @@ type MessageEvent = ReasoningDelta | ContentDelta | ToolCall
 
 
 class MessageParser(Protocol):
-    """Divides the text of one choice into events. A parser belongs to one text."""
+    """The interface of parsers that divide a choice's text into events. Each text needs its own
+    parser."""
 
     def feed(self, text: str) -> list[MessageEvent]:
-        """The events that are certain after this piece of the text; often none."""
+        """Parses a piece of the text, and returns the events that have become certain."""
 
     def finish(self) -> list[MessageEvent]:
-        """The remaining events, after the last piece. What is no whole call is content."""
+        """Returns the remaining events, after the last piece. An incomplete call is content."""
 
 
 @dataclasses.dataclass
 class MessageParts:
-    """A message put together from its events."""
+    """A whole message, assembled from its events."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""The format in which a model writes its messages, recognised from its chat template."""
+"""The format of a model's messages, which the server recognizes from the chat template."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ FORMATS: dict[str, ToolFormat | HarmonyFormat] = {
         MistralArrayFormat(),
     )
 }
-# Marks that a template has, all of them -> the format; the first one that fits is taken.
+# (the strings that a template must all contain, the format). The first match counts.
 SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "<|message|>"), "harmony"),
     (("<|tool_call_begin|>",), "kimi_k2"),
@@ -58,12 +58,12 @@ THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclasses.dataclass(frozen=True)
 class MessageFormat:
-    """How a model writes thoughts and calls.
+    """The format in which a model writes its reasoning and its tool calls.
 
     Attributes:
-        style: of the calls; of the whole message in harmony.
-        thoughts: the tags around them.
-        thinks: whether the template knows these tags.
+        style: The format of tool calls, or of the whole message for harmony.
+        thoughts: The tags before and after the reasoning.
+        thinks: Whether the chat template contains the closing tag.
     """
 
     style: ToolFormat | HarmonyFormat
@@ -72,11 +72,11 @@ class MessageFormat:
 
     @classmethod
     def of(cls, template: str, tool_parser: str | None = None) -> "MessageFormat":
-        """The format of a chat template's models.
+        """Returns the format of models with a chat template.
 
         Args:
-            template: its source; all sources, where a model has several.
-            tool_parser: the name of the calls' format, where the template does not show it.
+            template: The template's source. If a model has several templates, all sources joined.
+            tool_parser: The name of the tool-call format; None recognizes it from the template.
         """
         name = tool_parser or next(
             (name for signs, name in SIGNS if all(sign in template for sign in signs)), "hermes"
@@ -85,23 +85,23 @@ class MessageFormat:
         return cls(FORMATS[name], thoughts, thoughts[1] in template)
 
     def shown(self, choice: ToolChoice) -> tuple[str, ...]:
-        """Special tokens that the parser needs to see in the text."""
+        """Returns the special tokens that must stay in the text for the parser."""
         harmony = isinstance(self.style, HarmonyFormat)
         return (*self.thoughts, *(self.style.shown if choice.functions or harmony else ()))
 
     def opened(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so leaves the thoughts open."""
+        """Whether the prompt ends with the opening tag of the reasoning."""
         return prompt_end.rstrip().endswith(self.thoughts[0])
 
     def closed(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends so has thoughts already, which may be empty."""
+        """Whether the prompt ends with the closing tag of the reasoning, which may be empty."""
         return prompt_end.rstrip().endswith(self.thoughts[1])
 
     def parser(self, choice: ToolChoice, prompt_end: str = "") -> MessageParser:
-        """A parser of one choice's text.
+        """Returns a parser for one choice's text.
 
         Args:
-            prompt_end: the end of the prompt, special tokens included.
+            prompt_end: The end of the prompt's text, including special tokens.
         """
         tools = ToolSchemas.of(choice.functions) if choice.functions else None
         if isinstance(self.style, HarmonyFormat):

@@ -1,7 +1,8 @@
-"""The parser of messages with thoughts in tags and calls in one of the tool formats.
+"""The parser of messages with tagged reasoning and tool calls in one of the tool formats.
 
-Thoughts come first: the template has opened them, or the message begins with their tag. Whatever
-they hold, calls among it, is reasoning. After them text is content, except for whole calls.
+The reasoning comes first: either the template has opened it, or the message begins with its tag.
+Everything inside the tags is reasoning, including tool calls. The text after them is content,
+except for complete tool calls.
 """
 
 import re
@@ -22,18 +23,18 @@ from jaxattn.server.decoding.tool_formats.tool_format import (
     ToolSchemas,
 )
 
-MOST_FAILURES = 64  # of readers after the last piece; each reads the rest of the text again
+MOST_FAILURES = 64  # of call readers after the last piece; each rereads the rest of the text
 
 
 class TaggedMessageParser:
-    """A `MessageParser`.
+    """A `MessageParser` for tagged reasoning and one format of tool calls.
 
     Args:
-        format_: of the calls.
-        tools: that may be called; None leaves calls as text.
-        thoughts: the tags around thoughts.
-        opened: whether the prompt ends within thoughts.
-        parallel: whether more than one call is given on.
+        format_: The format of the tool calls.
+        tools: The tools that the model may call; None leaves calls as text.
+        thoughts: The tags before and after the reasoning.
+        opened: Whether the prompt has opened the reasoning.
+        parallel: Whether to return more than one call.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class TaggedMessageParser:
             if starts := format_.starts(self._tools):
                 self._starts = MarkSet(starts)
         first = {mark[0] for mark in format_.begins(self._tools)} if tools is not None else set()
-        # Text without these, in the middle of content, is certain.
+        # Within content, text that does not match is certain: no call begins in it.
         self._uncertain = re.compile(f"[{re.escape(''.join(first))}]|\\s\\Z" if first else "$^")
-        self._fresh = True  # nothing but white space has come in this state
+        self._fresh = True  # this state has seen only white space
         self._state: Callable[[list[MessageEvent]], bool] = self._opening
         self._opened = opened
         if opened:
@@ -90,10 +91,10 @@ class TaggedMessageParser:
             pass
         return found
 
-    # Each state consumes text, adds events, and says whether there is more to do at once.
+    # Each state consumes text, adds events, and returns whether to call the next state at once.
 
     def _opening(self, found: list[MessageEvent]) -> bool:
-        """Before the first character: does the model open thoughts?"""
+        """The state before the first character, which decides whether reasoning begins."""
         cursor = self._cursor
         text = cursor.text.lstrip()
         if text.startswith(self._begin):
@@ -110,7 +111,7 @@ class TaggedMessageParser:
         cursor = self._cursor
         if self._fresh:
             cursor.text = cursor.text.lstrip()
-            if self._opened and cursor.text.startswith(self._begin):  # once more, by the model
+            if self._opened and cursor.text.startswith(self._begin):  # the model repeats the tag
                 cursor.text = cursor.text[len(self._begin) :].lstrip()
                 self._opened = False
             elif self._opened and self._begin.startswith(cursor.text) and not cursor.ended:
@@ -141,7 +142,7 @@ class TaggedMessageParser:
         return True
 
     def _saying(self, found: list[MessageEvent]) -> bool:
-        """Content, up to what may be the beginning of a call."""
+        """The state of content, which stops at the possible beginning of a call."""
         cursor = self._cursor
         if self._reading is not None:
             return self._calling(self._reading, found)
@@ -172,7 +173,7 @@ class TaggedMessageParser:
         return False
 
     def _calling(self, reading: Reading, found: list[MessageEvent]) -> bool:
-        """Goes on with a call; what is none is content."""
+        """The state within a call. Text that turns out not to be a call is content."""
         cursor = self._cursor
         try:
             draft = next(reading)
@@ -197,7 +198,7 @@ class TaggedMessageParser:
         return True
 
     def _mark_length(self, text: str) -> int:
-        """The characters up to the end of the mark that stands first."""
+        """Returns the number of characters up to the end of the first mark."""
         found = (marks.pattern.search(text) for marks in (self._marks, self._starts) if marks)
         return min((match.end() for match in found if match), default=1)
 
@@ -218,7 +219,7 @@ class TaggedMessageParser:
 
 
 def _say(found: list[MessageEvent], event: ReasoningDelta | ContentDelta) -> None:
-    """Adds text to the last event if that is of the same kind."""
+    """Adds an event, or extends the last one if it is of the same kind."""
     if not event.text:
         return
     if found and type(found[-1]) is type(event):

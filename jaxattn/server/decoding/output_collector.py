@@ -1,8 +1,8 @@
-"""The rows of one HTTP request: queued together, read as pieces of text, ended when they are left.
+"""The collector of one HTTP request's outputs, which turns tokens into chunks of text.
 
-Tokens become text here, on the asyncio side. A piece is what a step of the engine added to a
-choice's text: a token, or a few where the engine runs several decode steps per call. Where the
-client reads slowly, it is what several steps added.
+It runs in the asyncio thread. A chunk contains the text that an engine step added to a choice: one
+token, or a few if the engine runs several decode steps per call. For a client that reads slowly,
+a chunk covers several steps.
 """
 
 import asyncio
@@ -28,26 +28,28 @@ from jaxattn.server.decoding.token_rules import TokenRules
 from jaxattn.server.http.errors import ApiError
 from jaxattn.text import TokenStream
 
-PROMPT = 16  # events of a choice that a client who reads at once may find
-type RowEvents = tuple[int, Sequence[Event]]  # a request's id, and what a step gave for its row
+PROMPT = 16  # up to so many events per choice, `pieces` returns a chunk for each step
+type RowEvents = tuple[int, Sequence[Event]]  # a request's id, and its row's events of a step
 ENDS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class OutputChunk(NamedTuple):
-    """What came of a choice.
+    """New output of a choice.
 
-    A tuple, since it is made in a third of a dataclass's time, for each row in each step.
+    This is a tuple because each row needs one per step, and a dataclass takes three times as long
+    to create.
 
     Attributes:
-        text: final; often empty, while a character or a stop string is incomplete.
-        finish: "stop" or "length" in the last piece.
-        stop: the request's stop string or stop token that ended it; None where something else did,
-            such as the model's own stop token.
-        chances: of its tokens, if the request asked for them; `Chance.offset` counts from the
-            beginning of the choice's own text.
-        ids: its tokens.
-        prompt: of the prompt's, if the request asked for them; their offsets are 0.
-        embedding: of the prompt, if the request asked for it.
+        choice: The choice's number.
+        text: The new final text. It may be empty while a character or stop string is incomplete.
+        finish: The finish reason, "stop" or "length", in the last chunk; otherwise None.
+        stop: The request's stop string or stop token that ended the choice. None if it ended for
+            another reason, such as the model's own stop token.
+        chances: The tokens' log-probabilities, if requested. `Chance.offset` counts from the
+            beginning of the choice's text.
+        ids: The ids of the new tokens.
+        prompt: The prompt tokens' log-probabilities, if requested. Their offsets are 0.
+        embedding: The prompt's embedding, if requested.
     """
 
     choice: int
@@ -61,16 +63,18 @@ class OutputChunk(NamedTuple):
 
 
 class ChoiceDetokenizer:
-    """One row's text.
+    """The incremental detokenizer of one row.
 
     Args:
-        stops: that cut it; None where there are none.
-        stop_tokens: of the request.
+        number: The choice's number.
+        stream: The tokenizer's detokenizer of this text.
+        stops: The stop strings; None if there are none.
+        stop_tokens: The request's stop tokens.
 
     Attributes:
-        tokens: that were generated.
-        done: whether its last piece was made.
-        cached: tokens of its prompt that were not read again; known at its end.
+        tokens: The number of generated tokens.
+        done: Whether `take` has returned the last chunk.
+        cached: The number of prompt tokens from the prefix cache, known when the row has ended.
     """
 
     def __init__(
@@ -86,10 +90,10 @@ class ChoiceDetokenizer:
         self._characters = 0
 
     def take(self, events: Sequence[Event]) -> OutputChunk | None:
-        """The piece of what the row gave; None where it is done already, or gave nothing.
+        """Returns the chunk of a row's events; None if the row is done, or the chunk is empty.
 
         Raises:
-            ApiError: it did not end as it should.
+            ApiError: If the row failed or was aborted.
         """
         if self._stops is None and not self.done and _plain(events[0]) and _plain(events[-1]):
             tokens = tuple([event.token for event in events])  # type: ignore[union-attr]
@@ -98,7 +102,7 @@ class ChoiceDetokenizer:
         text, ids, chances = list[str](), list[int](), list[Chance]()
         more: dict[str, Any] = {}
         for event in events:
-            if self.done:  # at a stop string, and then its row ended
+            if self.done:  # the text ended at a stop string before the row's finish event
                 if isinstance(event, FinishEvent):
                     self.cached = event.completion.cached_tokens
                 continue
@@ -127,7 +131,7 @@ class ChoiceDetokenizer:
         )
 
     def _ended(self, completion: Completion, text: list[str]) -> dict[str, Any]:
-        """How a row ended, after the rest of its text."""
+        """Appends the rest of the text, and returns the chunk's fields of the row's end."""
         self.done, self.cached = True, completion.cached_tokens
         finish = ENDS.get(completion.finish_reason)
         if finish is None:
@@ -140,18 +144,19 @@ class ChoiceDetokenizer:
                 return {"finish": "stop", "stop": stop}
             rest += self._stops.end()
         text.append(rest)
-        asked = completion.detail in self._stop_tokens  # the engine's own reasons are none
+        asked = completion.detail in self._stop_tokens  # other details do not name a stop token
         found = completion.detail if asked else None
         return {"finish": finish, "stop": found, "embedding": completion.embedding}
 
 
 def _plain(event: Event) -> bool:
-    """Whether an event is a token alone. What stands between two such events is so too."""
+    """Whether an event is a token without log-probabilities. All events between two such events
+    are, too."""
     return type(event) is TokenEvent and event.logprobs is None
 
 
 def failure(completion: Completion) -> ApiError:
-    """The error of a row that was not served to its end."""
+    """Returns the error of a row that failed, was refused or was aborted."""
     grammar = completion.request.grammar
     if isinstance(grammar, GrammarMatcher | TokenRules) and (error := grammar.error):
         return error
@@ -166,21 +171,21 @@ def failure(completion: Completion) -> ApiError:
 
 
 class PieceSink(Protocol):
-    """Takes the pieces of a step where they are made, without a task's wake-up."""
+    """The interface of a sink that receives a step's chunks immediately, without waking a task."""
 
     @property
     def ready(self) -> bool:
-        """Whether it can take some now."""
+        """Whether the sink can take chunks now."""
 
     def take(self, pieces: Sequence[OutputChunk]) -> None: ...
 
 
 class OutputCollector:
-    """Rows of the engine, and their text.
+    """The engine requests of one HTTP request, and their output.
 
     Args:
-        requests: one for each choice, in their order.
-        choices: their texts.
+        requests: One request per choice, in the choices' order.
+        choices: The detokenizer of each choice.
     """
 
     def __init__(self, requests: Sequence[Request], choices: Sequence[ChoiceDetokenizer]):
@@ -203,7 +208,7 @@ class OutputCollector:
         stop_tokens: Sequence[int] = (),
         stop_included: bool = False,
     ) -> Self:
-        """A collector whose choices have streams and stop strings of their own."""
+        """Returns a collector with one detokenizer and one stop-string filter per choice."""
         choices = [
             ChoiceDetokenizer(
                 number,
@@ -216,7 +221,8 @@ class OutputCollector:
         return cls(requests, choices)
 
     def put(self, rows: Sequence[RowEvents]) -> None:
-        """What a step gave for these rows."""
+        """Adds a step's events, for `pieces` or directly for a ready sink. A row's end is always
+        for `pieces`."""
         sink = self._sink
         ends = [own for _, own in rows if type(own[-1]) is FinishEvent]
         if sink is not None and not ends and not self._given and sink.ready:
@@ -225,9 +231,9 @@ class OutputCollector:
                 sink.take(pieces)
                 if not [piece for piece in pieces if piece.finish is not None]:
                     return
-            except Exception as error:  # of a bug: this answer fails, and no other
+            except Exception as error:  # a bug here fails only this answer
                 self._failure = error
-            rows = ()  # their pieces have been taken
+            rows = ()  # the sink has their chunks
         self._given.append(rows)
         self._arrived.set()
 
@@ -237,37 +243,37 @@ class OutputCollector:
 
     @property
     def tokens(self) -> int:
-        """Generated, of all choices."""
+        """The number of generated tokens of all choices."""
         return sum(choice.tokens for choice in self._choices.values())
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all choices: each reads the prompt."""
+        """The number of prompt tokens of all choices. Each choice counts its prompt."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompts that were not read again, of all choices that have ended."""
+        """The number of prompt tokens from the prefix cache, of all choices that have ended."""
         return sum(choice.cached for choice in self._choices.values())
 
     @property
     def open(self) -> list[int]:
-        """The ids of rows whose end has not been read."""
+        """The ids of the rows that are not done."""
         return [id for id, choice in self._choices.items() if id is not None and not choice.done]
 
     async def pieces(
         self, seconds: float | None, sink: PieceSink | None = None
     ) -> list[OutputChunk]:
-        """What has come since the last call, a piece of each choice for each step; none after
-        `seconds`.
+        """Waits for output, and returns the chunks since the last call, one per choice and step.
 
-        A client that reads slowly gets what has come for a choice in one piece.
+        If much output has accumulated, as for a slow client, it returns one chunk per choice.
 
         Args:
-            sink: takes pieces in the meantime, until a row ends.
+            seconds: The time limit, after which the list is empty; None waits without a limit.
+            sink: Takes chunks during the wait, until a row ends.
 
         Raises:
-            ApiError: a row did not end as it should.
+            ApiError: If a row failed or was aborted.
         """
         if not self._given:
             self._arrived.clear()
@@ -291,6 +297,6 @@ class OutputCollector:
         return self._pieces(list(joined.items()))
 
     def _pieces(self, rows: Sequence[RowEvents]) -> list[OutputChunk]:
-        """A piece of each row."""
+        """Returns the chunks of the rows' events."""
         made = [self._choices[id].take(own) for id, own in rows]
         return [piece for piece in made if piece is not None]

@@ -1,4 +1,4 @@
-"""The fields that say how to sample, and the engine's requests that they become."""
+"""The sampling fields of API requests, and the engine requests made from them."""
 
 import dataclasses
 import secrets
@@ -20,12 +20,12 @@ from jaxattn.text import SamplingDefaults
 MOST_BIASES = 300
 MOST_SALT = 256
 MOST_ID = 2**31 - 1
-GREEDY = 1e-5  # a temperature below it is 0: logits divided by it would pass float32
-LEAST_TOP_P = 1e-6  # below it float32 may have 0
+GREEDY = 1e-5  # lower temperatures count as 0: logits divided by them could exceed float32
+LEAST_TOP_P = 1e-6  # a smaller value may be 0 in float32
 GOLDEN = 0x9E3779B1
-# What the engine's requests have fields for.
+# The names of the fields of the engine's requests.
 ABLE = frozenset(field.name for field in dataclasses.fields(Request))
-# Penalty -> its range, and the value that changes nothing.
+# Penalty -> (minimum, maximum, the value that changes nothing).
 PENALTIES = {
     "presence_penalty": (-2.0, 2.0, 0.0),
     "frequency_penalty": (-2.0, 2.0, 0.0),
@@ -35,19 +35,22 @@ PENALTIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to continue a prompt.
+    """The sampling parameters of a request.
 
     Attributes:
-        max_tokens: as asked for, or None.
-        choices: `n`, how many continuations.
-        seed: of the first choice; each other one has a seed that follows from it.
-        stops: stop strings, which the server looks for in the text.
-        stop_tokens: beside the model's own.
-        ignore_eos: the model's own stop tokens are tokens like others.
-        stop_included: a stop string stays in the text.
-        skip_special: special tokens have no text.
-        limits: of single tokens.
-        more: further fields of the engine's requests, where they change something.
+        max_tokens: The requested maximum; None if the request sets none.
+        choices: The number of continuations per prompt, which is the field `n`.
+        temperature: The temperature; 0 samples greedily.
+        top_p, min_p: The thresholds of nucleus and minimum-probability sampling.
+        top_k: The number of most likely tokens to sample from; 0 for all.
+        seed: The seed of the first choice. The other choices' seeds are derived from it.
+        stops: The stop strings, which the server finds in the text.
+        stop_tokens: Stop tokens in addition to the model's.
+        ignore_eos: Whether to ignore the model's stop tokens.
+        stop_included: Whether a stop string stays in the text.
+        skip_special: Whether special tokens are left out of the text.
+        limits: The restrictions of single tokens.
+        more: Further fields of the engine's requests, if they change the result.
     """
 
     max_tokens: int | None
@@ -66,7 +69,7 @@ class SamplingParams:
     more: Mapping[str, Any]
 
     def ends(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """The stop tokens of a row, of which some are the model's."""
+        """Returns the stop tokens of a row, where `ends` are the model's."""
         return self.stop_tokens if self.ignore_eos else (*self.stop_tokens, *ends)
 
     def request(
@@ -79,13 +82,14 @@ class SamplingParams:
         ends: Sequence[int],
         **more: Any,
     ) -> Request:
-        """The engine's request for one choice.
+        """Returns the engine request of one choice.
 
         Args:
-            choice: its number.
-            most: tokens that there is room for.
-            ends: the model's stop tokens.
-            more: further fields, of this choice alone.
+            choice: The number of the choice.
+            id: The id of the request.
+            most: The maximum number of tokens that can follow the prompt.
+            ends: The model's stop tokens.
+            more: Further fields, only for this choice.
         """
         return Request(
             prompt,
@@ -111,11 +115,13 @@ def read_sampling(
     prompt_logprobs: int | None = None,
     vocab_size: int,
 ) -> SamplingParams:
-    """The sampling fields of a request.
+    """Reads the sampling fields of a request.
 
     Args:
-        max_tokens, logprobs, prompt_logprobs: whose names and forms are the endpoint's own.
-        vocab_size: of the model, which bounds the tokens of `logit_bias`.
+        defaults: The values of fields that the request does not set.
+        max_tokens, logprobs, prompt_logprobs: The values that the endpoint has read itself,
+            because these fields differ between the endpoints.
+        vocab_size: The model's vocabulary size, which bounds the tokens of `logit_bias`.
 
     Raises:
         ApiError: 400 with the field's name.
@@ -143,7 +149,7 @@ def read_sampling(
 
 
 def _folded(seed: int) -> int:
-    """An int64 as the engine's uint32; those that fit stay as they are."""
+    """Maps an int64 seed to the engine's uint32. Seeds that fit into it do not change."""
     high, low = divmod(seed % 2**64, 2**32)
     return (low ^ high * GOLDEN) % 2**32
 
@@ -155,7 +161,7 @@ def _more(
     prompt_logprobs: int | None,
     vocab_size: int,
 ) -> dict[str, Any]:
-    """Penalties, biases, priority, salt and log-probabilities, where they change something."""
+    """Returns penalties, biases, priority, salt and log-probabilities, if they have an effect."""
     found: dict[str, Any] = {}
     if logprobs is not None:
         found["logprobs"] = logprobs
@@ -164,7 +170,7 @@ def _more(
     if priority := fields.integer("priority", -(2**31), MOST_ID):
         found["priority"] = priority
     salt = fields.text("cache_salt", MOST_SALT)
-    if salt and "cache_salt" in ABLE:  # without a prefix cache nothing is shared
+    if salt and "cache_salt" in ABLE:  # an engine without a prefix cache needs no salt
         found["cache_salt"] = salt
     for name, (least, most, neutral) in PENALTIES.items():
         value = _or(fields.number(name, least, most), getattr(defaults, name, None), neutral)

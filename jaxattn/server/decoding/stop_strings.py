@@ -1,4 +1,4 @@
-"""Stop strings: text that may be the beginning of one waits until it is known."""
+"""Stop strings: text that may be the beginning of one is withheld until this is decided."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from jaxattn.text import TokenStream
 
 
 class StopStrings:
-    """Cuts a text, which comes in pieces, at the first stop string.
+    """A filter that ends a text, which arrives in pieces, at the first stop string.
 
     Args:
-        stops: the strings, none of them empty.
-        included: the text keeps the one that ended it.
+        stops: The stop strings, none of them empty.
+        included: Whether the stop string stays in the text.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False):
@@ -18,7 +18,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(the text that is final now, the stop string that it ended at)."""
+        """Returns the text that has become final, and the stop string that ended it or None."""
         if not self._stops:
             return text, None
         held = self._held + text
@@ -33,16 +33,16 @@ class StopStrings:
         return held[: len(held) - kept], None
 
     def end(self) -> str:
-        """What waited, after the last piece."""
+        """Returns the withheld text, after the last piece."""
         held, self._held = self._held, ""
         return held
 
 
 class StopText:
-    """Says of each token of a row whether it completes a stop string: `Request.ends_at`.
+    """A `Request.ends_at` callback that returns whether a token completes a stop string.
 
-    It reads the tokens as the row's `ChoiceDetokenizer` does, so the row ends where its text ends.
-    The engine's thread calls it.
+    It detokenizes as the row's `ChoiceDetokenizer` does, so the row ends where its text ends. The
+    device thread calls it.
     """
 
     def __init__(self, stream: TokenStream, stops: Sequence[str]):
@@ -53,6 +53,6 @@ class StopText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text can be the beginning of a stop string."""
+    """Returns the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,8 @@
-"""Structured outputs: JSON, JSON of a schema, a regular expression, or calls of tools.
+"""Structured outputs: JSON, JSON of a schema, a regular expression, or tool calls.
 
-llguidance says before each token which ones may come. The engine asks a `GrammarMatcher` in the
-device thread; compiling a grammar happens in a thread of texts, within the limits below.
+llguidance computes the mask of allowed tokens before each token. The engine calls a
+`GrammarMatcher` in the device thread. A thread of the text pool compiles the grammars, within the
+limits below.
 """
 
 import functools
@@ -23,10 +24,11 @@ from jaxattn.text import Tokenizer
 MOST_CHARACTERS = 2**16
 NO_TOOLS = ToolChoice()
 KINDS = ("text", "json_object", "json_schema", "regex")
-# Of vLLM's `structured_outputs`; each has been a field `guided_...` of a request, too.
+# The fields of vLLM's `structured_outputs`. Older requests call each of them `guided_...`.
 STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
 MOST_TEXTS = 1024
-# What compiling and one mask may cost; more is refused, or ends the row.
+# The limits of compiling a grammar, which is otherwise refused, and of a mask, which otherwise ends
+# the row.
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
@@ -37,15 +39,15 @@ LIMITS = llguidance.LLParserLimits(
 
 
 class GrammarVocabulary:
-    """A tokenizer's tokens, as llguidance knows them.
+    """A tokenizer's vocabulary in llguidance's format.
 
     Args:
-        tokenizer: the model's. One without a stop token cannot end a text.
-        marks: around thoughts. Those that are a token count as special: a mask of any text up to
-            such a token takes 10 us, and up to the letters of a mark 2 ms.
+        tokenizer: The model's tokenizer. Without a stop token, it could not end a text.
+        marks: The tags around reasoning. A tag that is one token counts as special: the mask of
+            free text up to a token takes 10 us, but up to a tag's letters 2 ms.
 
     Attributes:
-        special_tokens: id -> text of tokens that are no part of a string.
+        special_tokens: A map from id to text of the tokens that are not part of any string.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Sequence[str] = ()):
@@ -56,7 +58,7 @@ class GrammarVocabulary:
 
     @functools.cached_property
     def known(self) -> llguidance.LLTokenizer:
-        """Made when the first grammar comes: a vocabulary takes a second."""
+        """The tokenizer for llguidance. Creating it takes a second, on the first access."""
         ends = list(self._tokenizer.stop_tokens)
         wrapper = llguidance.TokenizerWrapper(
             _LLGuidanceTokens(self._tokenizer, sorted(self.special_tokens))
@@ -64,22 +66,22 @@ class GrammarVocabulary:
         return llguidance.LLTokenizer(wrapper, eos_token=ends)
 
     def matchers(self, grammar: str, param: str, count: int) -> list["GrammarMatcher"]:
-        """The states of new texts, of a grammar that is compiled once.
+        """Compiles a grammar once, and returns `count` matchers of it.
 
         Raises:
-            ApiError: 400, the grammar is damaged, too large, asks for what is not supported, or
-                no text follows it.
+            ApiError: 400 if the grammar is malformed, too large or not supported, or if no text
+                matches it.
         """
         matcher = llguidance.LLMatcher(self.known, grammar, log_level=0, limits=LIMITS)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds what compiling does not: no first token
+            matcher.compute_bitmask()  # finds that no first token exists, which compiling does not
         if matcher.is_error():
             raise _unfollowed(param, matcher)
         return [GrammarMatcher(matcher.deep_copy(), param) for _ in range(count)]
 
 
 class _LLGuidanceTokens:
-    """What `llguidance.TokenizerWrapper` reads."""
+    """The interface that `llguidance.TokenizerWrapper` expects of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, special: list[int]):
         ends = tokenizer.stop_tokens
@@ -93,10 +95,11 @@ class _LLGuidanceTokens:
 
 
 class GrammarMatcher:
-    """One row's state; the engine's `Grammar`.
+    """One row's state in a grammar, which implements the engine's `Grammar`.
 
     Args:
-        param: the field that asked for the grammar.
+        matcher: llguidance's matcher, which this object owns.
+        param: The field that asked for the grammar.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, param: str):
@@ -104,30 +107,31 @@ class GrammarMatcher:
 
     @property
     def error(self) -> ApiError | None:
-        """Why the text could not go on by the grammar; None if it could."""
+        """The reason why the text could not follow the grammar; None if it could."""
         return _unfollowed(self._param, self._matcher) if self._matcher.is_error() else None
 
     def mask(self, words: np.ndarray) -> None:
-        """Writes which tokens may come next, in the bits of int32 [ceil(vocab / 32)].
+        """Writes the mask of allowed next tokens into the bits of int32 [ceil(vocab / 32)].
 
-        None may where a limit was passed: the row ends, and others go on.
+        After an exceeded limit, it allows no token, which ends only this row.
         """
         if self._matcher.is_error():
             return
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
-        if self._matcher.is_error():  # llguidance then allows the stop tokens: no answer ends so
+        if self._matcher.is_error():  # llguidance's mask then allows stop tokens, as if complete
             return
         count = min(len(words), len(allowed))
         words[:count] = allowed[:count]
 
     def accept(self, token: int) -> bool:
-        """Goes on with a token; whether the text does. After an error the next mask ends it."""
+        """Consumes a token, and returns whether the text goes on. Returns True after an error, as
+        the next mask then ends the row."""
         self._matcher.consume_token(token)
         return self._matcher.is_error() or not self._matcher.is_stopped()
 
 
 def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
-    """Status 400 with llguidance's words, without its state."""
+    """Returns a 400 error with llguidance's message, without the dump of its state."""
     said = " ".join(matcher.get_error().split("<state>")[0].split())[:300]
     said = said.replace("NoExtensionBias", "no text follows it")
     return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
@@ -138,13 +142,13 @@ def read_grammar(
     answer: AnswerGrammar,
     choice: ToolChoice = NO_TOOLS,
 ) -> tuple[str, str] | None:
-    """(the grammar that the answer has to follow, the field that asks for it), or None.
+    """Returns the answer's grammar and the field that asks for it, or None.
 
-    `response_format`, `tool_choice`, and vLLM's `structured_outputs` ask for one.
+    The field is `response_format`, `tool_choice`, or vLLM's `structured_outputs`.
 
     Args:
-        answer: writes it.
-        choice: of tools.
+        answer: The writer of the grammar.
+        choice: The request's tools and tool choice.
 
     Raises:
         ApiError: 400 with the field's name.
@@ -187,7 +191,7 @@ def _of_format(fields: JsonFields, kind: str, answer: AnswerGrammar) -> str:
 
 
 def _structured(fields: JsonFields) -> JsonFields | None:
-    """vLLM's `structured_outputs`, or what an older field says; None where there is none."""
+    """Returns vLLM's `structured_outputs`, or the same built from an older field, or None."""
     found = fields.object("structured_outputs")
     for name in STRUCTURED:
         older = f"guided_{name}"
@@ -205,7 +209,7 @@ def _structured(fields: JsonFields) -> JsonFields | None:
 
 
 def _of_structured(fields: JsonFields, answer: AnswerGrammar) -> str:
-    """The grammar of the one constraint that `_structured` has found."""
+    """Returns the grammar of the constraint that `_structured` has found."""
     if (text := fields.text("regex", MOST_CHARACTERS)) is not None:
         return answer.pattern(text)
     if (text := fields.text("grammar", MOST_CHARACTERS)) is not None:
@@ -228,7 +232,7 @@ def _of_structured(fields: JsonFields, answer: AnswerGrammar) -> str:
 
 
 def _lark(text: str, param: str) -> str:
-    """A grammar in Lark, which may have been written in GBNF."""
+    """Returns a grammar in Lark; converts it if it is written in GBNF."""
     try:
         return any_to_lark(text)
     except (GbnfToLarkError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""Rules of single tokens: which may come at all, when a text may end, and words that may not come.
+"""Restrictions of single tokens: allowed tokens, a minimum length, and forbidden words.
 
-They mask logits as a grammar does, and go along with one.
+They mask logits as a grammar does, and can be combined with one.
 """
 
 import collections
@@ -22,12 +22,12 @@ MOST_COUNT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class TokenLimits:
-    """What a request asks for.
+    """The restrictions that a request asks for.
 
     Attributes:
-        least: tokens before a stop token may come.
-        allowed: the tokens that may come; None for all.
-        bad_words: texts that may not come.
+        least: The minimum number of tokens before a stop token.
+        allowed: The ids of the allowed tokens; None for all.
+        bad_words: The forbidden words.
     """
 
     least: int = 0
@@ -36,7 +36,7 @@ class TokenLimits:
 
     @classmethod
     def read(cls, fields: JsonFields, max_tokens: int | None, vocab_size: int) -> Self:
-        """The fields `min_tokens`, `allowed_token_ids` and `bad_words`.
+        """Reads the fields `min_tokens`, `allowed_token_ids` and `bad_words`.
 
         Raises:
             ApiError: 400 with the field's name.
@@ -58,16 +58,16 @@ class TokenLimits:
     def rules(
         self, stops: Sequence[int], encode: Callable[[str], list[int]]
     ) -> "TokenRules | None":
-        """The rules of a request's rows; None where there are none.
+        """Returns the rules for a request's rows; None without restrictions.
 
         Args:
-            stops: the rows' stop tokens.
-            encode: the tokens of a plain prompt.
+            stops: The rows' stop tokens.
+            encode: Tokenizes a plain prompt.
         """
         least = self.least if stops else 0
         if not least and self.allowed is None and not self.bad_words:
             return None
-        begin = encode("")  # BOS, where the tokenizer adds it
+        begin = encode("")  # BOS, if the tokenizer adds it
         words = []
         for word in self.bad_words:
             for text in {word, f" {word.lstrip()}"}:
@@ -79,13 +79,13 @@ class TokenLimits:
 
 
 class TokenRules:
-    """The rules of one row; the engine's `Grammar`.
+    """The rules of one row, which implement the engine's `Grammar`.
 
     Args:
-        least: tokens before one of `stops` may come.
-        allowed: the tokens that may come; None for all.
-        bad: sequences of tokens that may not come whole.
-        stops: stop tokens of the row.
+        least: The minimum number of tokens before one of `stops`.
+        allowed: The ids of the allowed tokens; None for all.
+        bad: The forbidden sequences of tokens.
+        stops: The row's stop tokens.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class TokenRules:
         self._left_none = False
 
     def around(self, grammar: Grammar | None) -> Self:
-        """These rules for a row of its own that has not begun, beside its grammar."""
+        """Returns a copy of these rules for a new row, combined with its grammar."""
         made = copy.copy(self)
         made._inner, made._last = grammar, self._last.copy()
         return made
 
     @property
     def error(self) -> ApiError | None:
-        """Why the text could not go on; None if it could."""
+        """The reason why no token was allowed; None if one was."""
         inner = getattr(self._inner, "error", None)
         if inner is not None or not self._left_none:
             return inner
@@ -119,7 +119,7 @@ class TokenRules:
         return bad(name, f"{name} leaves no token that may come; change it")
 
     def mask(self, words: np.ndarray) -> None:
-        """Writes which tokens may come next, as `Grammar.mask` says."""
+        """Writes the mask of allowed next tokens; see `Grammar.mask`."""
         if self._inner is None:
             words[:] = -1
         else:
@@ -138,14 +138,14 @@ class TokenRules:
         self._left_none = not words.any()
 
     def accept(self, token: int) -> bool:
-        """Goes on with a token; whether the text does."""
+        """Consumes a token, and returns whether the text goes on."""
         self._tokens += 1
         self._last.append(token)
         return self._inner is None or self._inner.accept(token)
 
 
 def _bits(tokens: Sequence[int]) -> np.ndarray:
-    """The words of a mask, up to the last that has one of some tokens."""
+    """Returns the int32 words of a mask with these tokens, up to the last word that is not zero."""
     places = np.array(tokens, np.int64)
     words = np.zeros(places.max() // 32 + 1, np.uint32)
     np.bitwise_or.at(words, places // 32, np.uint32(1) << (places % 32).astype(np.uint32))

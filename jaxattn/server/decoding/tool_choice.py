@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them the model may or must call."""
+"""The tools of a request, and the restriction of the model's tool calls."""
 
 import dataclasses
 from typing import Any, Literal
@@ -15,16 +15,16 @@ type Tool = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ToolChoice:
-    """What a request lets the model call.
+    """The tools that the model sees, and those that it may or must call.
 
     Attributes:
-        tools: that the template shows to the model, in the form of Chat Completions.
-        functions: those of them that may be called.
-        mode: whether one of them must be called.
-        named: whether the request names the one function.
-        parallel: whether a message may have several calls.
-        repeated: whether an answer that has to be a call may be several, as the request says
-            explicitly: a model that is not sure would go on and on.
+        tools: The tools that the template shows to the model, in the format of Chat Completions.
+        functions: The tools that the model may call.
+        mode: "required" if the model must call one of them, otherwise "auto".
+        named: Whether the request names a single function.
+        parallel: Whether a message may contain several calls.
+        repeated: Whether a required call may be followed by others. The request must ask for this
+            explicitly, because an uncertain model would generate calls without end.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -36,10 +36,10 @@ class ToolChoice:
 
 
 def read_tools(fields: JsonFields) -> ToolChoice:
-    """The fields `tools`, `tool_choice` and `parallel_tool_calls` of Chat Completions.
+    """Reads the fields `tools`, `tool_choice` and `parallel_tool_calls` of Chat Completions.
 
     Raises:
-        ApiError: 400; one is no function, or the choice asks for what is not there.
+        ApiError: 400 if a tool is not a function, or the choice names a tool that does not exist.
     """
     tools = fields.objects("tools", MOST_TOOLS)
     names: list[str] = []
@@ -77,7 +77,7 @@ def read_tools(fields: JsonFields) -> ToolChoice:
 
 
 def _named(fields: JsonFields, names: list[str]) -> tuple[str, list[str], bool]:
-    """(the mode, the functions that may be called, whether one is named) of a choice."""
+    """Returns the mode, the functions that the model may call, and whether the choice names one."""
     choice = fields.object("tool_choice")
     if choice.values.get("type") == "allowed_tools":
         # Chat Completions nests the fields; Responses does not.
@@ -93,7 +93,7 @@ def _named(fields: JsonFields, names: list[str]) -> tuple[str, list[str], bool]:
 
 
 def _known(choice: JsonFields, names: list[str]) -> str:
-    """The name in {"function": {"name"}} or {"name"}."""
+    """Returns the name in {"function": {"name"}} or {"name"}, which must be in `names`."""
     given = choice.object("function") if choice.given("function") else choice
     name = given.text("name", MOST_NAME)
     if name not in names:

@@ -1,1 +1,1 @@
-"""One HTTP connection and request: limits, authentication, origins and errors."""
+"""HTTP connections and requests: limits, authentication, allowed origins and errors."""

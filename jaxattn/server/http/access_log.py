@@ -1,4 +1,4 @@
-"""The access log: one JSON line for each request, without prompts, answers, queries and keys."""
+"""The access log: one JSON line per request, without prompts, answers, query strings and keys."""
 
 import logging
 import secrets
@@ -10,15 +10,15 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOG = logging.getLogger("jaxattn.access")
-LEFT = 499  # nginx's status of a client that left
+LEFT = 499  # nginx's status of a request whose client disconnected
 MOST_ID_CHARACTERS = 128
 
 
 class AccessLog:
-    """Writes the line when a request ends, and gives each one an id.
+    """ASGI middleware that logs each request at its end, and sets the `x-request-id` header.
 
     Args:
-        written: whether lines are written; ids are given all the same.
+        written: Whether to log. The header is set in any case.
     """
 
     def __init__(self, app: ASGIApp, *, written: bool):
@@ -57,6 +57,6 @@ class AccessLog:
 
 
 def _id(given: str) -> str:
-    """The client's own id of a request, if it can stand in a log; else a new one."""
+    """Returns the client's request id if it is printable ASCII and short, otherwise a new id."""
     plain = given.isascii() and given.isprintable() and given
     return given if plain and len(given) <= MOST_ID_CHARACTERS else secrets.token_hex(12)

@@ -1,8 +1,8 @@
-"""Origins of web pages that may call the server: its own, and those that were named.
+"""The check of a request's origin: pages of other sites must not call the server.
 
-A server on one's own machine can be reached by every page that the browser there has open. A
-request from another site has that site in its `Origin`, or a name of it in `Host` where the name
-was made to point here. Both are refused.
+Every page that a browser has open can reach a server on the same machine. A request from another
+site's page carries the site in `Origin`. After DNS rebinding, it carries the site's name in
+`Host`. The server refuses both.
 """
 
 from urllib.parse import urlsplit
@@ -16,11 +16,11 @@ from jaxattn.server.settings import LOOPBACK
 
 
 class AllowedOrigins:
-    """Refuses requests of other sites' pages.
+    """ASGI middleware that refuses requests from the pages of other sites.
 
     Args:
-        origins: sites that may call, such as https://chat.example.org; "*" is every site.
-        local: whether the server listens on loopback alone, where `Host` must be a name of it.
+        origins: The origins that may call, such as https://chat.example.org; "*" allows all.
+        local: Whether the server listens only on loopback, so that `Host` must be a loopback name.
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...], *, local: bool):

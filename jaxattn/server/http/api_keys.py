@@ -1,4 +1,4 @@
-"""Keys of clients: read from the environment and a file, and compared in constant time."""
+"""API keys, read from the environment and a file, and compared in constant time."""
 
 import hashlib
 import os
@@ -14,15 +14,15 @@ from jaxattn.server.http.errors import ApiError
 
 VARIABLE = "JAXATTN_API_KEY"
 OPEN = frozenset({"/", "/health", "/ping", "/version", "/metrics"})
-OPEN_FOLDER = "/page/"  # the page's files, which hold nothing of the model or of its users
+OPEN_FOLDER = "/page/"  # the page's files, which contain no data of the model or its users
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The keys of JAXATTN_API_KEY and of a file, one on each line.
+    """Returns the keys from JAXATTN_API_KEY and from a file with one key per line.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file has no key, or a key has other characters than a header may have.
+        OSError: If the file cannot be read.
+        ValueError: If the file has no key, or a key is not printable ASCII without spaces.
     """
     keys = [environment[VARIABLE].strip()] if environment.get(VARIABLE, "").strip() else []
     if file is not None:
@@ -38,14 +38,14 @@ def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) ->
 
 
 class ApiKeyAuth:
-    """Lets requests with a key through, and all to `OPEN` paths and the page's files.
+    """ASGI middleware that requires a key, except for `OPEN` paths and the page's files.
 
     Args:
-        keys: none lets everyone through.
+        keys: The accepted keys. If there are none, every request passes.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        # Digests have one length, so that a comparison's time does not tell a key's.
+        # Digests have equal lengths, so that the comparison's time does not reveal a key's length.
         self._app, self._digests = app, tuple(map(_digest, keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +64,7 @@ class ApiKeyAuth:
     def _known(self, headers: Headers) -> bool:
         kind, _, key = headers.get("authorization", "").partition(" ")
         if kind.lower() != "bearer":
-            key = headers.get("x-api-key", "")  # of Anthropic's clients
+            key = headers.get("x-api-key", "")  # sent by Anthropic's clients
         given = _digest(key.strip())
         matches = [secrets.compare_digest(given, digest) for digest in self._digests]
         return any(matches)

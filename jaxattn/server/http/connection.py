@@ -1,9 +1,9 @@
-"""One connection: uvicorn's HTTP/1.1, with a limit to the time that a request's head may take.
+"""uvicorn's HTTP/1.1 connection, with a time limit for a request's headers.
 
-uvicorn waits for a head for as long as a client likes, so that clients who never end theirs would
-take every file descriptor. It waits as long for the rest of a body that was answered before its
-end. It also takes up WebSockets and another parser where packages for them
-are installed; a server should not depend on what else is.
+uvicorn waits for headers without a limit, so clients that never complete them could take every
+file descriptor. It also waits without a limit for the rest of a body that was answered early.
+The configuration here disables WebSockets and fixes the parser, which uvicorn would otherwise
+choose by the installed packages.
 """
 
 import asyncio
@@ -17,17 +17,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxattn.server.settings import ServerSettings
 
-CHUNKS = "jaxattn.chunks"  # among a scope's extensions
+CHUNKS = "jaxattn.chunks"  # key in the `extensions` of an ASGI scope
 
 
 class ChunkWriter:
-    """Writes chunks of a response that has begun, without h11 and without a task of its own.
+    """A direct writer of chunks for a response that has begun, which bypasses h11 and tasks.
 
-    A token of 128 streams is 128 small writes, for which h11 and a task's wake-up take longer than
-    the write itself. h11 keeps no count of a chunked body, so both may write to one response.
+    A decode step for 128 streams causes 128 small writes, and h11 and the wake-up of a task take
+    longer than the write itself. h11 does not count the bytes of a chunked body, so this writer
+    and h11 may both write to one response.
 
     Args:
-        connection: of the response, whose body is chunked.
+        connection: The connection of a response with a chunked body.
     """
 
     def __init__(self, connection: "HttpConnection"):
@@ -35,23 +36,23 @@ class ChunkWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether what is written leaves at once, or soon."""
+        """Whether the transport is open and its write buffer is not full."""
         connection = self._connection
         return not (connection.flow.write_paused or connection.transport.is_closing())
 
     def write(self, data: bytes) -> None:
-        """Writes a chunk, which is not empty."""
+        """Writes a chunk. `data` must not be empty, as an empty chunk ends the body."""
         self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class UvicornConfig(uvicorn.Config):
-    """uvicorn's settings.
+    """uvicorn's configuration for this server.
 
     Args:
-        close_seconds: that connections have to end after the last answer.
+        close_seconds: The time that connections get to close at the shutdown.
 
     Attributes:
-        head_seconds: for a request's head to arrive.
+        head_seconds: The time limit for a request's headers.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, close_seconds: int):
@@ -61,7 +62,7 @@ class UvicornConfig(uvicorn.Config):
             ws="none",
             access_log=False,
             log_config=None,
-            log_level="critical",  # what it says of broken requests is noise
+            log_level="critical",  # its warnings about broken requests are noise
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=close_seconds,
@@ -70,7 +71,8 @@ class UvicornConfig(uvicorn.Config):
 
 
 class HttpConnection(H11Protocol):
-    """Closes itself where a head, or a body's rest behind its answer, does not arrive in time."""
+    """A connection that closes if a request's headers, or the rest of a body that was answered
+    early, do not arrive in time."""
 
     config: UvicornConfig
 
@@ -81,7 +83,7 @@ class HttpConnection(H11Protocol):
         self.app = functools.partial(self._with_chunks, self.app)
 
     async def _with_chunks(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, which may write a stream's chunks without an `await`."""
+        """Calls the application with a `ChunkWriter` in its scope."""
         if scope["type"] == "http" and scope["http_version"] == "1.1":
             scope.setdefault("extensions", {})[CHUNKS] = ChunkWriter(self)
         await app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Error responses, in the form of the API that was called: OpenAI's, or Anthropic's."""
+"""Error responses in the format of the called API, which is OpenAI's or Anthropic's."""
 
 import abc
 from typing import Any
@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import DONE, data_events, named_events
 
-MESSAGES = "/v1/messages"  # and the paths below it are Anthropic's
+MESSAGES = "/v1/messages"  # this path and the paths below it belong to Anthropic's API
 ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -26,15 +26,15 @@ ANTHROPIC_TYPES = {
 
 
 class ErrorForm(abc.ABC):
-    """How one API writes errors."""
+    """The error format of an API."""
 
     @abc.abstractmethod
     def body(self, error: ApiError) -> dict[str, Any]:
-        """The body of a response with the error's status."""
+        """Returns the body of the error response."""
 
     @abc.abstractmethod
     def stream_end(self, error: ApiError) -> bytes:
-        """The end of a stream that the error cuts."""
+        """Returns the last bytes of a stream that the error ends."""
 
 
 class OpenAIErrors(ErrorForm):
@@ -63,17 +63,17 @@ class AnthropicErrors(ErrorForm):
 
 
 def error_form(path: str) -> ErrorForm:
-    """The form of the API that a path belongs to."""
+    """Returns the error format of the API that a path belongs to."""
     anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return AnthropicErrors() if anthropic else OpenAIErrors()
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Sends the error."""
+    """Sends the error response."""
     await response(error, scope["path"])(scope, receive, send)
 
 
 def response(error: ApiError, path: str) -> Response:
-    """The error's status, headers and body, in the form of the API that the path belongs to."""
+    """Returns the error response in the format of the API that the path belongs to."""
     body = orjson.dumps(error_form(path).body(error))
     return Response(body, error.status, error.headers, media_type="application/json")

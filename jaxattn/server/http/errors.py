@@ -1,4 +1,4 @@
-"""Refusals in OpenAI's form: a status, a message, the field's name and a code."""
+"""API errors in OpenAI's format: a status, a message, the field's name and a code."""
 
 import contextlib
 import re
@@ -16,14 +16,14 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is not served, or an answer that does not come to its end.
+    """The error of a request that is refused, or of an answer that is not completed.
 
     Args:
-        status: of HTTP.
-        message: what is wrong, and what to change.
-        param: the field.
-        code: a word for programs, such as "context_length_exceeded".
-        headers: of the response, beside the usual ones.
+        status: The HTTP status.
+        message: The reason, and what to change.
+        param: The name of the field, if one is at fault.
+        code: A machine-readable reason, such as "context_length_exceeded".
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def renamed(self, names: Mapping[str, str]) -> "ApiError":
-        """The error with other names of fields, in `param` and in the message.
+        """Returns the error with the client's field name in `param` and in the message.
 
         Args:
-            names: of fields here -> of those that the client sent. The first that fits counts.
+            names: A map from internal field names to the client's. The first match counts.
         """
         for name, other in names.items():
             if self.param is not None and re.match(rf"{re.escape(name)}(?![\w])", self.param):
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads, in a response of its own or as an event of a stream."""
+        """The JSON body, sent as a response or as an event of a stream."""
         kind = TYPES.get(self.status)
         if kind is None:
             kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -65,13 +65,13 @@ class ApiError(Exception):
 
 
 def bad(param: str, message: str, code: str | None = None) -> ApiError:
-    """Status 400 for a field."""
+    """Returns the 400 error of a field."""
     return ApiError(400, message, param=param, code=code)
 
 
 @contextlib.contextmanager
 def renamed_errors(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the fields of the API that was called; see `ApiError.renamed`."""
+    """A context whose errors name the fields of the called API; see `ApiError.renamed`."""
     try:
         yield
     except ApiError as error:

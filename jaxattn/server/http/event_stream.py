@@ -1,4 +1,4 @@
-"""Server-sent events: the bytes of a stream's events, comments and end."""
+"""Server-sent events: the encoding of events, keep-alive comments and the end marker."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,12 +10,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data_events(found: Iterable[object]) -> bytes:
-    """Events without a name, as Chat Completions has them."""
+    """Returns the bytes of events without a name, which Chat Completions uses."""
     return b"".join(b"data: " + orjson.dumps(values) + b"\n\n" for values in found)
 
 
 def named_events(found: Iterable[Mapping[str, Any]]) -> bytes:
-    """Events whose name is their `type`, as Responses and Messages have them."""
+    """Returns the bytes of events named by their `type`, which Responses and Messages use."""
     return b"".join(
         b"event: " + values["type"].encode() + b"\ndata: " + orjson.dumps(values) + b"\n\n"
         for values in found

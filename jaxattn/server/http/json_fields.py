@@ -1,4 +1,4 @@
-"""The fields of a request's body; a field that is null is missing."""
+"""Typed access to the fields of a request's body. A null field counts as missing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,13 +9,13 @@ from jaxattn.server.http.errors import ApiError, bad
 
 
 class JsonFields(OptionalFields):
-    """The fields of a request, or of an object in it.
+    """The fields of a request, or of an object inside it.
 
-    Every reader raises ApiError 400 with the field's name where a value does not fit.
+    Every method that reads a field raises ApiError 400 with the field's name for an invalid value.
     """
 
     def name(self, field: str) -> str:
-        """The field with the objects that it lies in."""
+        """Returns the dotted path of a field."""
         return f"{self.where}.{field}" if self.where else field
 
     def error(self, field: str, message: str) -> ApiError:
@@ -26,20 +26,20 @@ class JsonFields(OptionalFields):
         return default if value is None else value
 
     def chosen(self, field: str, choices: Sequence[str]) -> str | None:
-        """One of some words."""
+        """Returns a field that must be one of `choices`; None if it is missing."""
         return self.optional(field, OneOf(tuple(choices)), f"one of {', '.join(choices)}")
 
     def texts(self, field: str, most: int, characters: int) -> tuple[str, ...]:
-        """One text or a list of `most` at most, none of them empty."""
+        """Returns a field that is a string or a list of at most `most` strings, none empty."""
         wanted = f"a text of 1 to {characters} characters, or a list of at most {most}"
         return self.items(field, ListOf(Text(characters, least=1), most, single=True), wanted)
 
     def integers(self, field: str, most: int, largest: int) -> tuple[int, ...]:
-        """A list of at most `most` integers from 0 to `largest`."""
+        """Returns a field that is a list of at most `most` integers from 0 to `largest`."""
         wanted = f"a list of at most {most:,} integers from 0 to {largest:,}"
         return self.items(field, ListOf(Integer(0, largest), most), wanted)
 
     def objects(self, field: str, most: int) -> list[dict[str, Any]]:
-        """A list of at most `most` objects."""
+        """Returns a field that is a list of at most `most` objects."""
         wanted = f"a list of at most {most:,} objects"
         return list(self.items(field, ListOf(json_object, most), wanted))

@@ -1,7 +1,7 @@
-"""One HTTP request and its answer: the body within limits, JSON or a stream of events.
+"""One HTTP request and its answer: a body within limits, answered by JSON or an event stream.
 
-The client may leave at any time, or read so slowly that nothing more can be written. Both end the
-work for it: `HttpRequest.attended` cancels it, and the work's own `finally` aborts the rows.
+If the client disconnects, or reads so slowly that a write times out, the server ends its work:
+`HttpRequest.attended` cancels the task, and the task's `finally` block aborts the rows.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ JSON = "application/json"
 EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # of nginx, which would collect events
+    "x-accel-buffering": "no",  # keeps nginx from buffering the events
 }
 
 
 class ClientClosed(Exception):
-    """Nobody reads the answer any more."""
+    """The client has disconnected, or no longer reads the answer."""
 
 
 class HttpRequest:
-    """A request, and what is sent for it.
+    """A request and its response.
 
     Attributes:
-        begun: whether the status has been sent.
-        complete: whether the last byte has been sent.
-        log: what the access log says beside method, path and status.
-        errors: the form of errors.
-        stream_errors: the form of an error that cuts a stream, where it is another.
+        begun: Whether the response's status has been sent.
+        complete: Whether the response's last byte has been sent.
+        log: Additional fields of the request's access log line.
+        errors: The error format of the called API.
+        stream_errors: The format of an error that ends a stream, by default `errors`.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings):
@@ -52,11 +52,11 @@ class HttpRequest:
         self._receive, self._send, self._settings = receive, send, settings
 
     async def fields(self) -> JsonFields:
-        """The body, an object of JSON.
+        """Reads the body, which must be a JSON object.
 
         Raises:
-            ApiError: 413 if it is too large, 408 if it takes too long, 400 if it is no object.
-            ClientClosed: it ends before its end.
+            ApiError: 413 if it is too large, 408 if it takes too long, 400 if it is not an object.
+            ClientClosed: If the client disconnects before the end of the body.
         """
         data = await self._body()
         try:
@@ -69,7 +69,7 @@ class HttpRequest:
         return JsonFields(values)
 
     def path(self, name: str) -> str:
-        """A part of the path, such as the id of a model."""
+        """Returns a parameter of the path, such as the id of a model."""
         return str(self.request.path_params[name])
 
     async def _body(self) -> bytes:
@@ -92,10 +92,10 @@ class HttpRequest:
         return bytes(data)
 
     async def attended(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does work for as long as the client is there. The body must have been read.
+        """Runs `work`, and cancels it if the client disconnects. Read the body before the call.
 
         Raises:
-            ClientClosed: the client left, and the work was cancelled.
+            ClientClosed: If the client disconnected.
         """
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(self._gone())
@@ -116,7 +116,7 @@ class HttpRequest:
     async def json(
         self, values: object, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Sends the whole answer."""
+        """Sends a JSON response."""
         await self.whole(orjson.dumps(values), status, {"content-type": JSON} | dict(headers or {}))
 
     async def whole(self, data: bytes, status: int, headers: Mapping[str, str]) -> None:
@@ -124,21 +124,25 @@ class HttpRequest:
         await self._write(data, more=False)
 
     async def refuse(self, error: ApiError) -> None:
-        """Sends an error: as an answer, or as the last event of a stream that has begun."""
+        """Sends an error as the response, or as the last event of a stream that has begun."""
         if not self.begun:
             await self.json(self.errors.body(error), error.status, error.headers)
         elif not self.complete:
             await self.stream(self.stream_errors.stream_end(error), more=False)
 
     def chunks(self) -> ChunkWriter | None:
-        """What writes to a stream that has begun, while nothing else does; None if nothing can."""
+        """Returns the direct writer to a stream that has begun; None if the connection has none.
+
+        The caller must not use it during another write.
+        """
         return self.request.scope.get("extensions", {}).get(CHUNKS)
 
     async def begin_events(self) -> None:
         await self._begin(200, EVENTS)
 
     async def stream(self, data: bytes, *, more: bool = True) -> None:
-        """Sends events in one write; nothing where there are none."""
+        """Sends the bytes of events in one write. Sends nothing if `data` is empty, except at the
+        end of the stream."""
         if data or not more:
             await self._write(data, more=more)
 
@@ -163,10 +167,10 @@ Handler = Callable[[HttpRequest], Awaitable[None]]
 
 
 class Endpoint:
-    """An ASGI application of one handler: what it refuses becomes an answer, a leaving client ends.
+    """An ASGI application that runs one handler, sends its errors, and ignores disconnects.
 
     Args:
-        refused: called with the status of each refusal.
+        refused: Called with the status of each error response.
     """
 
     def __init__(
@@ -185,7 +189,7 @@ class Endpoint:
                 await exchange.refuse(error)
             except ClientClosed:
                 exchange.log["left"] = True
-            except Exception:  # of a bug: the client learns no details, and others are served
+            except Exception:  # a bug: the client gets no details, and other requests go on
                 LOG.exception("a request failed")
                 self._refused(500)
                 await exchange.refuse(ApiError(500, "the server failed; its log says why"))

@@ -1,1 +1,1 @@
-"""OpenAI's endpoints: the JSON that they read and write."""
+"""OpenAI's endpoints: the reading of their requests and the JSON of their responses."""

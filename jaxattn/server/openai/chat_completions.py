@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation is answered."""
+"""The endpoint POST /v1/chat/completions, which answers a conversation."""
 
 import dataclasses
 import functools
@@ -41,9 +41,9 @@ from jaxattn.server.runtime.service import Service
 from jaxattn.text import TextError
 
 MOST_VARIABLES = 32
-PROMPT_END = 32  # tokens, more than any template writes after the last message
+PROMPT_END = 32  # tokens; no template adds more after the last message
 OWN_VARIABLES = frozenset(
-    # The last is Python's own word for the object whose method is called.
+    # `self` would collide with the first parameter of the tokenizer's method.
     {
         *("messages", "tools", "documents"),
         *("add_generation_prompt", "continue_final_message", "self"),
@@ -53,24 +53,25 @@ OWN_VARIABLES = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """A conversation that can be answered, in whichever API it came.
+    """A validated request to answer a conversation, from any of the APIs.
 
     Attributes:
-        generation: its rows, which are not queued yet.
-        parser: makes what divides the text of one choice into thoughts, content and calls.
+        collector: The collector of its engine requests, which are not queued yet.
+        parser: Returns a new parser for the text of one choice.
     """
 
-    generation: OutputCollector
+    collector: OutputCollector
     parser: Callable[[], MessageParser]
 
     @property
     def row(self) -> Request:
-        """The first choice's row; all have its prompt, and tell as many log-probabilities."""
-        return self.generation.requests[0]
+        """The engine request of the first choice. All choices have its prompt and log-probability
+        fields."""
+        return self.collector.requests[0]
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answers one request."""
+    """Handles POST /v1/chat/completions."""
     arrived = time.perf_counter()
     with service.entered() as ticket:
         fields = await exchange.fields()
@@ -80,7 +81,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=ChatResponseBuilder(
                 service.settings.names[0],
                 service.fingerprint,
@@ -101,7 +102,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
 
 
 async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
-    """A request in the form of Chat Completions; those of other APIs are translated to it.
+    """Validates a request in the format of Chat Completions, to which other APIs translate theirs.
 
     Raises:
         ApiError: 400 or 404, with the field's name.
@@ -129,7 +130,7 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
     rooms = [service.room(prompt, "messages")]
     return ChatRequest(
-        generation=await service.generation(
+        collector=await service.collector(
             [prompt],
             rooms,
             sampling,
@@ -144,10 +145,10 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
 async def encoded(
     service: Service, fields: JsonFields, tools: Sequence[Mapping[str, Any]]
 ) -> list[int]:
-    """The conversation as tokens, up to where the answer begins.
+    """Returns the tokens of the conversation, up to the beginning of the answer.
 
     Raises:
-        ApiError: 400; the messages are none, or the model's template refuses them.
+        ApiError: 400 if there are no messages, or the model's template rejects them.
     """
     messages = fields.objects("messages", MOST_MESSAGES)
     if not messages:
@@ -186,11 +187,11 @@ async def encoded(
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    """`chat.completion` and its chunks.
+    """The builder of `chat.completion` objects and their chunks.
 
     Args:
-        parser: makes what divides the text of one choice into thoughts, content and calls.
-        reasoning: whether the client wants the thoughts.
+        parser: Returns a new parser for the text of one choice.
+        reasoning: Whether the response contains the reasoning.
     """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -211,9 +212,9 @@ class ChatResponseBuilder(ResponseBuilder):
         self._parsers: dict[int, MessageParser] = {}
         self._called: set[int] = set()
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        """As vLLM has it, what is told of the prompt stands beside the choices."""
-        return super().whole(generation) | self.prompt_field(self._texts[0])
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        """Returns the response. As in vLLM, `prompt_logprobs` is a field next to `choices`."""
+        return super().whole(collector) | self.prompt_field(self._texts[0])
 
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
         parser, parts = self._parser(), MessageParts()
@@ -241,7 +242,7 @@ class ChatResponseBuilder(ResponseBuilder):
         number, delta = piece.choice, dict[str, Any]()
         if begins:
             self._parsers[number] = self._parser()
-            # The role comes with the first token, so that its time can be measured.
+            # The role comes with the first token, so that clients can measure the token's latency.
             delta = {"role": "assistant", "content": ""}
         parser = self._parsers[number]
         events = parser.feed(piece.text)
@@ -275,7 +276,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def _thoughts(text: str) -> dict[str, str]:
-    """The field of the thoughts, under DeepSeek's and under OpenRouter's name."""
+    """Returns the reasoning under the names of DeepSeek's API and of OpenRouter's."""
     return {"reasoning_content": text, "reasoning": text}
 
 

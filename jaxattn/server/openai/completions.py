@@ -1,4 +1,4 @@
-"""POST /v1/completions: a text or tokens are continued."""
+"""The endpoint POST /v1/completions, which continues texts or tokens."""
 
 import time
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ MAX_TOKENS = 16  # OpenAI's default
 
 
 async def completions(service: Service, exchange: HttpRequest) -> None:
-    """Answers one request."""
+    """Handles POST /v1/completions."""
     arrived = time.perf_counter()
     with service.entered() as ticket:
         fields = await exchange.fields()
@@ -80,7 +80,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=await service.generation(
+            collector=await service.collector(
                 prompts, rooms, sampling, continues=True, grammar=grammar
             ),
             form=CompletionResponseBuilder(
@@ -102,7 +102,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
 
 
 def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | list[int]]:
-    """A field that is a text, a list of tokens, or a list of at most so many of either."""
+    """Reads a field that is a string, a list of tokens, or a list of at most `most` of either."""
     prompt = fields.values.get(name)
     wanted = "a text, a list of texts, a list of tokens or a list of lists of tokens"
     if isinstance(prompt, str):
@@ -127,13 +127,13 @@ def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | lis
 async def encoded_prompts(
     service: Service, prompts: Sequence[str | list[int]], name: str
 ) -> list[Sequence[int]]:
-    """The tokens of plain prompts.
+    """Returns the tokens of prompts without a chat template.
 
     Args:
-        name: of their field.
+        name: The name of the prompts' field, for errors.
 
     Raises:
-        ApiError: 400; the tokenizer gives up on one.
+        ApiError: 400 if the tokenizer fails on a prompt.
     """
     encode = service.tokenizer.encode
     try:
@@ -145,10 +145,11 @@ async def encoded_prompts(
 
 
 class Echo(NamedTuple):
-    """What stands before a choice's text.
+    """The echo of a prompt before a choice's text; empty if the request does not ask for it.
 
     Attributes:
-        offsets: of the prompt's tokens in the text; none where it is not echoed.
+        text: The prompt's text.
+        offsets: The offset of each prompt token in the text.
     """
 
     text: str = ""
@@ -156,17 +157,17 @@ class Echo(NamedTuple):
 
 
 def _echo(service: Service, given: str | list[int], prompt: Sequence[int]) -> Echo:
-    """The text of a prompt, as it was given or as its tokens have it."""
+    """Returns the echo of a prompt, which is the given text or the decoded tokens."""
     tokenizer, is_text = service.tokenizer, isinstance(given, str)
     text = given if isinstance(given, str) else tokenizer.decode(given)
     return Echo(text, prompt_offsets(tokenizer, prompt, text, given=is_text))
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """`text_completion`, for the whole and for chunks.
+    """The builder of `text_completion` objects, for whole responses and for chunks.
 
     Args:
-        echoes: of each choice.
+        echoes: The echo of each choice.
     """
 
     prefix = "cmpl"
@@ -199,7 +200,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         return None
 
     def _choice(self, number: int, of: OutputChunk | ChoiceText, *, begins: bool) -> dict[str, Any]:
-        """What a choice has, behind its echo where it begins."""
+        """Returns a choice's JSON. The first piece of a choice begins with the echo."""
         echo = self._echoes[number]
         return {
             "index": number,
@@ -209,9 +210,9 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _logprobs(self, echo: Echo, of: OutputChunk | ChoiceText, most: int) -> dict[str, Any]:
-        """Offsets count from the beginning of the echo."""
+        """Returns the log-probabilities, with offsets from the beginning of the echo."""
         behind, own = len(echo.text), of.chances
         chances = [each._replace(offset=behind + each.offset) for each in own]
-        prompt = zip(of.prompt, echo.offsets, strict=False)  # which may not be echoed
+        prompt = zip(of.prompt, echo.offsets, strict=False)  # no offsets without an echo
         before = [each._replace(offset=offset) for each, offset in prompt]
         return completion_logprobs([*before, *chances], self._spell, most)

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: texts or tokens become vectors, pooled of the model's hidden states."""
+"""The endpoint POST /v1/embeddings, which pools the model's hidden states of texts or tokens."""
 
 import base64
 import time
@@ -18,11 +18,11 @@ from jaxattn.server.openai.response_interface import WholeForm
 from jaxattn.server.openai.response_writer import ResponseWriter
 from jaxattn.server.runtime.service import Service
 
-MOST_INPUTS = 2048  # of a request, as OpenAI has it
+MOST_INPUTS = 2048  # per request, as in OpenAI's API
 
 
 async def embeddings(service: Service, exchange: HttpRequest) -> None:
-    """Answers one request."""
+    """Handles POST /v1/embeddings."""
     arrived = time.perf_counter()
     with service.entered() as ticket:
         fields = await exchange.fields()
@@ -55,7 +55,7 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=service.embeddings(
+            collector=service.embeddings(
                 prompts, pooling or own.pooling, priority=priority, salt=salt
             ),
             form=form,
@@ -65,13 +65,14 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
 
 
 class EmbeddingForm(WholeForm):
-    """A list of embeddings. Each is written when it comes, so that no write takes long.
+    """The response with a list of embeddings. Each is encoded on arrival, to keep the event loop
+    responsive.
 
     Args:
-        model: its name.
-        dimensions: of each embedding; the others are cut off.
-        base64_: embeddings are the bytes of float32 numbers, and not lists.
-        normalize: to the length 1.
+        model: The model's name in the response.
+        dimensions: The number of dimensions to keep of each embedding.
+        base64_: Whether to encode embeddings as base64 of float32 bytes instead of lists.
+        normalize: Whether to scale embeddings to the length 1.
     """
 
     def __init__(self, model: str, *, dimensions: int, base64_: bool, normalize: bool):
@@ -83,8 +84,8 @@ class EmbeddingForm(WholeForm):
         if piece.embedding is not None:
             self._found[piece.choice] = self._written(piece.embedding)
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        used = generation.prompt_tokens
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        used = collector.prompt_tokens
         return {
             "object": "list",
             "data": [

@@ -1,13 +1,13 @@
-"""Messages of a chat, put together from the items or blocks of another API."""
+"""A builder of chat messages from the items or blocks of another API."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from jaxattn.server.http.errors import bad
 
-MOST_MESSAGES = 4096  # of a request
+MOST_MESSAGES = 4096  # per request
 SYSTEM_ROLES = ("system", "developer")
-# Fields that mean the same in each API that is translated to a chat, vLLM's among them.
+# Fields with the same meaning in every API that is translated to a chat, including vLLM's fields.
 SAMPLING_FIELDS = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos"),
     *("min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
@@ -17,21 +17,21 @@ SAMPLING_FIELDS = (
 
 
 class MessageList:
-    """Messages in the form of Chat Completions, one after another.
+    """A growing list of messages in the format of Chat Completions.
 
-    Chat templates are written for one system message at the beginning, and for turns of the user
-    and the assistant that alternate. So what one role says in several pieces becomes one message,
-    and a system text that follows other messages is said by the user.
+    Chat templates expect one system message at the beginning, and then alternating turns of the
+    user and the assistant. The list therefore merges successive texts of one role into one
+    message, and gives a system text that follows other messages to the user.
 
     Attributes:
-        messages: so far.
+        messages: The messages so far.
     """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, role: str, text: str) -> None:
-        """Adds a text."""
+        """Adds a text of a role."""
         if role in SYSTEM_ROLES:
             begins = not self.messages or self.messages[-1]["role"] == "system"
             role = "system" if begins else "user"
@@ -44,11 +44,11 @@ class MessageList:
             last["content"] += text if role == "assistant" else f"\n\n{text}"
 
     def think(self, text: str) -> None:
-        """Thoughts of the assistant, before what follows them."""
+        """Adds the assistant's reasoning, which precedes its next text or call."""
         self.messages.append({"role": "assistant", "content": None, "reasoning_content": text})
 
     def call(self, id: str, name: str, arguments: str) -> None:
-        """A call of a tool by the assistant."""
+        """Adds a tool call of the assistant."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.messages.append({"role": "assistant", "content": None})
         function = {"name": name, "arguments": arguments}
@@ -56,20 +56,20 @@ class MessageList:
         calls.append({"id": id, "type": "function", "function": function})
 
     def result(self, id: str, text: str) -> None:
-        """The result of a call."""
+        """Adds the result of a tool call."""
         self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
 
 
 def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
-    """A content as a text.
+    """Returns the text of a message's content.
 
     Args:
-        content: a text, or a list of parts.
-        where: the content's place, which errors name.
-        kinds: types of parts that have a text.
+        content: A string or a list of parts.
+        where: The path of the content, which errors name.
+        kinds: The allowed types of parts.
 
     Raises:
-        ApiError: 400, it is neither, or a part has no text.
+        ApiError: 400 if the content is neither, or a part has another type or no text.
     """
     if isinstance(content, str):
         return content

@@ -1,4 +1,4 @@
-"""The JSON of completions and chats, whole or in chunks: an answer with a list of choices."""
+"""The responses of completions and chats, which have a list of choices, as whole JSON or chunks."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ from jaxattn.server.openai.response_interface import AnswerForm, TokenUsage
 
 @dataclasses.dataclass
 class ChoiceText:
-    """A choice's text when it is whole."""
+    """The accumulated output of a choice. The fields are those of `OutputChunk`."""
 
     text: str = ""
     finish: str | None = None
@@ -38,12 +38,12 @@ class ChoiceText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a client wants its answer.
+    """The streaming options of a request.
 
     Attributes:
-        stream: in events, as it is generated.
-        usage: a last chunk counts the tokens.
-        each_usage: every chunk counts them.
+        stream: Whether to stream the answer as events.
+        usage: Whether a last chunk contains the token usage.
+        each_usage: Whether every chunk contains the token usage.
     """
 
     stream: bool
@@ -53,13 +53,13 @@ class StreamOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerDetails:
-    """What an answer tells beside its text.
+    """The optional contents of a response.
 
     Attributes:
-        streaming: what a stream tells.
-        token_ids: whether the client wants to know all token ids.
-        logprobs: how many likely tokens are told with each; None where none are asked for.
-        prompt_logprobs: likewise of the prompt's, in vLLM's form.
+        streaming: The streaming options.
+        token_ids: Whether to return token ids.
+        logprobs: The number of likely tokens per token; None for no log-probabilities.
+        prompt_logprobs: The same for the prompt's tokens, in vLLM's format.
     """
 
     streaming: StreamOptions
@@ -68,11 +68,11 @@ class AnswerDetails:
     prompt_logprobs: int | None
 
 
-MARK = secrets.token_hex(16)  # stands for a text that nothing else in an event has
+MARK = secrets.token_hex(16)  # a placeholder for text that occurs nowhere else in an event
 
 
 def read_streaming(fields: JsonFields) -> StreamOptions:
-    """The fields `stream` and `stream_options`."""
+    """Reads the fields `stream` and `stream_options`."""
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options.values and not stream:
@@ -82,14 +82,14 @@ def read_streaming(fields: JsonFields) -> StreamOptions:
 
 
 class ResponseBuilder(AnswerForm):
-    """Writes answers of one kind, with a list of choices.
+    """The base class of the builders of responses with a list of choices.
 
     Args:
-        model: its name.
-        fingerprint: see `Service.fingerprint`.
-        prompt_tokens: of all prompts.
-        spell: the bytes of a token.
-        details: what is told beside the text.
+        model: The model's name in the response.
+        fingerprint: See `Service.fingerprint`.
+        prompt_tokens: The number of tokens of all prompts.
+        spell: Returns the bytes of a token.
+        details: The optional contents of the response.
     """
 
     prefix: str
@@ -119,24 +119,24 @@ class ResponseBuilder(AnswerForm):
 
     @abc.abstractmethod
     def whole_choice(self, number: int, text: ChoiceText) -> dict[str, Any]:
-        """A choice of an answer in one piece."""
+        """Returns a choice of a whole response."""
 
     @abc.abstractmethod
     def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
-        """The choice of the chunk that a piece becomes; None where there is nothing to say.
+        """Returns the choice of the response chunk for a piece of output; None to send no chunk.
 
-        A text stands for `text_choice` of it.
+        A returned string stands for the `text_choice` with this text.
 
         Args:
-            begins: it is the first piece of its choice, which always has a chunk.
+            begins: Whether the piece is the first of its choice, which always gets a chunk.
         """
 
     @abc.abstractmethod
     def text_choice(self, number: int, text: str) -> dict[str, Any]:
-        """A chunk's choice with more text, and nothing else."""
+        """Returns the choice of a response chunk that only adds text."""
 
     def prompt_field(self, text: ChoiceText) -> dict[str, Any]:
-        """The field `prompt_logprobs` of a prompt, where it is asked for."""
+        """Returns the field `prompt_logprobs`, if it was requested."""
         if self._of_prompt is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._of_prompt)}
@@ -144,18 +144,18 @@ class ResponseBuilder(AnswerForm):
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
         texts = sorted(self._texts.items())
         choices = [
-            self._told(self.whole_choice(n, text), text.ids, generation.requests[n].prompt)
+            self._told(self.whole_choice(n, text), text.ids, collector.requests[n].prompt)
             for n, text in texts
         ]
-        return self._with(self.whole_object, choices) | {"usage": self._usage(generation)}
+        return self._with(self.whole_object, choices) | {"usage": self._usage(collector)}
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
-        return b"".join([self._event(piece, generation) for piece in pieces])
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
+        return b"".join([self._event(piece, collector) for piece in pieces])
 
-    def _event(self, piece: OutputChunk, generation: OutputCollector) -> bytes:
+    def _event(self, piece: OutputChunk, collector: OutputCollector) -> bytes:
         number, more = piece.choice, dict[str, Any]()
         begins = number not in self._begun
         self._begun.add(number)
@@ -168,15 +168,15 @@ class ResponseBuilder(AnswerForm):
                 return before + orjson.dumps(choice) + after
             choice = self.text_choice(number, choice)
         if self._streaming.each_usage:
-            more = {"usage": self._usage(generation)}
+            more = {"usage": self._usage(collector)}
         elif self._streaming.usage:
             more = {"usage": None}
-        prompt = generation.requests[number].prompt if begins else None
+        prompt = collector.requests[number].prompt if begins else None
         told = self._told(choice, piece.ids, prompt)
         return data_events([self._with(self.chunk_object, [told]) | more])
 
     def _frame(self, number: int) -> tuple[bytes, bytes]:
-        """The bytes before and after the text in the event of `text_choice`."""
+        """Returns the bytes before and after the text in an event that only adds text."""
         found = self._frames.get(number)
         if found is None:
             more = {"usage": None} if self._streaming.usage else {}
@@ -186,20 +186,20 @@ class ResponseBuilder(AnswerForm):
             found = self._frames[number] = before, after
         return found
 
-    def end(self, generation: OutputCollector) -> bytes:
+    def end(self, collector: OutputCollector) -> bytes:
         if not self._streaming.usage:
             return DONE
-        last = self._with(self.chunk_object, []) | {"usage": self._usage(generation)}
+        last = self._with(self.chunk_object, []) | {"usage": self._usage(collector)}
         return data_events([last]) + DONE
 
     def told_of(self, piece: OutputChunk) -> bool:
-        """Whether a piece without text has more to tell: log-probabilities or token ids."""
+        """Whether a piece without text still needs a chunk, for log-probabilities or token ids."""
         return bool(piece.chances or (self._token_ids and piece.ids))
 
     def _told(
         self, choice: dict[str, Any], ids: Sequence[int], prompt: Sequence[int] | None
     ) -> dict[str, Any]:
-        """The choice with its token ids, where they are asked for, and those of a prompt."""
+        """Adds the token ids of the choice and of a prompt, if they were requested."""
         if self._token_ids:
             choice["token_ids"] = list(ids)
             if prompt is not None:
@@ -209,8 +209,8 @@ class ResponseBuilder(AnswerForm):
     def _with(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": kind, "choices": choices}
 
-    def _usage(self, generation: OutputCollector) -> dict[str, Any]:
-        usage = TokenUsage.of(self._prompt_tokens, generation)
+    def _usage(self, collector: OutputCollector) -> dict[str, Any]:
+        usage = TokenUsage.of(self._prompt_tokens, collector)
         return {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.generated,

@@ -1,7 +1,7 @@
-"""The interface between an answer's pieces and the JSON that one API writes for them.
+"""The interface of the classes that turn an answer's pieces into the JSON of an API.
 
-Responses and Messages write an answer as a list of parts: thoughts, texts and calls. `PartsForm` is
-what both have in common.
+Responses and Messages represent an answer as a list of parts: reasoning, texts and tool calls.
+`PartsForm` is their common base class.
 """
 
 import abc
@@ -18,12 +18,12 @@ type Events = list[dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Tokens of an answer.
+    """The token counts of an answer.
 
     Attributes:
-        prompt: of each prompt once, however many answers it has.
-        cached: of the prompts, that were found in the cache of prefixes; a mean over choices.
-        generated: of all choices.
+        prompt: The tokens of all prompts, each counted once however many choices it has.
+        cached: The prompt tokens from the prefix cache, as the mean over the choices.
+        generated: The generated tokens of all choices.
     """
 
     prompt: int
@@ -31,54 +31,54 @@ class TokenUsage:
     generated: int
 
     @classmethod
-    def of(cls, prompt: int, generation: OutputCollector) -> "TokenUsage":
-        """What a generation has used so far; `cached` is known when a row has ended."""
-        cached = generation.cached * prompt // generation.prompt_tokens
-        return cls(prompt, cached, generation.tokens)
+    def of(cls, prompt: int, collector: OutputCollector) -> "TokenUsage":
+        """Returns the counts of a collector so far. `cached` is known once the rows have ended."""
+        cached = collector.cached * prompt // collector.prompt_tokens
+        return cls(prompt, cached, collector.tokens)
 
 
 class WholeForm(abc.ABC):
-    """The state of one answer in one piece: `take` for all pieces, then `whole`."""
+    """The state of a response without streaming: call `take` for every piece, then `whole`."""
 
     @abc.abstractmethod
     def take(self, piece: OutputChunk) -> None:
-        """Keeps a piece of an answer in one piece."""
+        """Adds a piece of the answer."""
 
     @abc.abstractmethod
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        """The answer in one piece, of what was taken."""
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        """Returns the response, made of all pieces taken."""
 
 
 class AnswerForm(WholeForm):
-    """The state of one answer on its way to the client, whole or as a stream: `begin`, `stream` for
-    the pieces as they come, then `end`."""
+    """The state of a response that can also be streamed: call `begin`, then `stream` for the pieces
+    as they arrive, then `end`."""
 
     def begin(self) -> bytes:
-        """The events before the first piece."""
+        """Returns the events before the first piece."""
         return b""
 
     @abc.abstractmethod
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
-        """The events that pieces become."""
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
+        """Returns the events of some pieces."""
 
     @abc.abstractmethod
-    def end(self, generation: OutputCollector) -> bytes:
-        """The last events of a stream."""
+    def end(self, collector: OutputCollector) -> bytes:
+        """Returns the last events of the stream."""
 
 
 class PartsForm(AnswerForm):
-    """An answer as a list of parts, and a stream of the events that make them.
+    """The base class of responses with a list of parts, and of the events that create these parts.
 
     Args:
-        prompt_tokens: of the conversation.
-        parser: of the answer's text.
+        prompt_tokens: The number of tokens of the conversation.
+        parser: The parser of the answer's text.
 
     Attributes:
-        thoughts: the kind of a part of thoughts, in this API's own word.
-        content: the kind of a part of text.
-        parts: those that have begun, or those that are complete.
-        kind: of the part of text that is open; None where none is.
-        last: the last piece, when it has come.
+        thoughts: The API's name for a part with reasoning.
+        content: The API's name for a part with text.
+        parts: The parts so far. The subclass decides whether this includes the open part.
+        kind: The kind of the open part, `thoughts` or `content`; None if no part is open.
+        last: The last piece; None until it arrives.
     """
 
     thoughts: str
@@ -92,45 +92,45 @@ class PartsForm(AnswerForm):
 
     @abc.abstractmethod
     def opened(self, kind: str) -> Events:
-        """Begins a part of text."""
+        """Begins a part of reasoning or text, and returns its events."""
 
     @abc.abstractmethod
     def text(self, text: str) -> dict[str, Any]:
-        """Adds a text to the open part."""
+        """Adds text to the open part, and returns the event."""
 
     @abc.abstractmethod
     def closed(self, kind: str, *, cut: bool) -> Events:
-        """Ends the open part.
+        """Ends the open part, and returns its events.
 
         Args:
-            cut: the answer ends there, since it is as long as it may be.
+            cut: Whether the part ends because the answer has reached its maximum length.
         """
 
     @abc.abstractmethod
     def call(self, call: ToolCall) -> Events:
-        """Adds a call, which comes whole."""
+        """Adds a complete tool call, and returns its events."""
 
     @property
     def cut(self) -> bool:
-        """Whether the answer's length ended it."""
+        """Whether the answer ended because it reached its maximum length."""
         return self.last is not None and self.last.finish == "length"
 
-    def usage(self, generation: OutputCollector) -> TokenUsage:
-        """The tokens so far."""
-        return TokenUsage.of(self._prompt_tokens, generation)
+    def usage(self, collector: OutputCollector) -> TokenUsage:
+        """Returns the token counts so far."""
+        return TokenUsage.of(self._prompt_tokens, collector)
 
     def take(self, piece: OutputChunk) -> None:
         self.added(piece)
 
-    def stream(self, pieces: Sequence[OutputChunk], generation: OutputCollector) -> bytes:
+    def stream(self, pieces: Sequence[OutputChunk], collector: OutputCollector) -> bytes:
         return self.written([event for piece in pieces for event in self.added(piece)])
 
     def written(self, events: Events) -> bytes:
-        """The bytes of events."""
+        """Returns the encoded events."""
         return named_events(events)
 
     def added(self, piece: OutputChunk) -> Events:
-        """What a piece adds to the answer."""
+        """Adds a piece to the answer, and returns its events."""
         found: Events = []
         events = self._parser.feed(piece.text)
         if piece.finish is not None:
@@ -145,11 +145,11 @@ class PartsForm(AnswerForm):
         return found if piece.finish is None else found + self.ended(piece)
 
     def ended(self, piece: OutputChunk) -> Events:
-        """What ends the answer, after the text of the last piece."""
+        """Ends the answer after the text of the last piece, and returns the events."""
         return self._switched(None, cut=self.cut)
 
     def _switched(self, kind: str | None, *, cut: bool = False) -> Events:
-        """Ends the open part and begins one of another kind."""
+        """Ends the open part and begins one of another kind. None begins no part."""
         if kind == self.kind:
             return []
         before, self.kind = self.kind, kind

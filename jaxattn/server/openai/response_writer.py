@@ -1,7 +1,7 @@
-"""The writer of responses: it reads queued rows' pieces as they come, and writes an API's form.
+"""The writer of responses, which queues an answer's rows and writes their output as it arrives.
 
-The status is sent with the first piece, so that a row that is refused or fails at once still has
-one of its own. Where the first piece takes longer, the stream begins with a comment.
+It sends the HTTP status with the first piece, so that a row that is refused or fails at once still
+gets an error status. If the first piece takes longer, the stream begins with a comment.
 """
 
 import dataclasses
@@ -20,36 +20,40 @@ from jaxattn.server.runtime.service import Service
 
 
 class StreamSink:
-    """Writes pieces as they are made; see `OutputCollector.pieces`."""
+    """A `PieceSink` that writes pieces directly to the connection; see `OutputCollector.pieces`."""
 
-    def __init__(self, form: AnswerForm, generation: OutputCollector, chunks: ChunkWriter):
-        self._form, self._generation, self._chunks = form, generation, chunks
+    def __init__(self, form: AnswerForm, collector: OutputCollector, chunks: ChunkWriter):
+        self._form, self._collector, self._chunks = form, collector, chunks
 
     @property
     def ready(self) -> bool:
         return self._chunks.ready
 
     def take(self, pieces: Sequence[OutputChunk]) -> None:
-        if data := self._form.stream(pieces, self._generation):
+        if data := self._form.stream(pieces, self._collector):
             self._chunks.write(data)
 
 
 @dataclasses.dataclass(kw_only=True)
 class ResponseWriter:
-    """One answer in the making.
+    """The writer of one response.
 
     Attributes:
-        form: an `AnswerForm` where the answer is streamed.
-        streamed: in events, as it is generated.
-        arrived: when the request came, of `time.perf_counter`.
-        places: that the rows take in the queue; None is one for each.
-        begun: when its first piece came.
+        service: The service that runs the rows.
+        exchange: The HTTP request.
+        ticket: The request's place in the admission control.
+        collector: The collector of the rows, which are not queued yet.
+        form: The response's state; an `AnswerForm` if the answer is streamed.
+        arrived: The time of the request's arrival, as `time.perf_counter()`.
+        streamed: Whether to stream the answer.
+        places: The number of choices to count in the admission control; None for one per row.
+        begun: The time of the first piece; None before it.
     """
 
     service: Service
     exchange: HttpRequest
     ticket: AdmissionToken
-    generation: OutputCollector
+    collector: OutputCollector
     form: WholeForm
     arrived: float
     streamed: bool = False
@@ -57,18 +61,18 @@ class ResponseWriter:
     begun: float | None = None
 
     async def give(self) -> None:
-        """Queues the rows, and writes what they give until they end or the client leaves.
+        """Queues the rows, and writes their output until they end or the client disconnects.
 
         Raises:
-            ApiError: a row was refused or failed, or a time limit has passed.
-            ClientClosed: the client left.
+            ApiError: If a row was refused or failed, or a time limit was exceeded.
+            ClientClosed: If the client disconnected.
         """
-        generation = self.generation
-        places = len(generation.requests) if self.places is None else self.places
-        self.ticket.grow(places, generation.prompt_tokens)
+        collector = self.collector
+        places = len(collector.requests) if self.places is None else self.places
+        self.ticket.grow(places, collector.prompt_tokens)
         work = self._stream() if self.streamed else self._whole()
         try:
-            with self.service.running(generation, self.arrived):
+            with self.service.running(collector, self.arrived):
                 await self.exchange.attended(work)
             self.service.admission.answered(time.perf_counter() - self.arrived)
         except ClientClosed:
@@ -78,10 +82,10 @@ class ResponseWriter:
             self._log()
 
     async def _whole(self) -> None:
-        while not self.generation.done:
+        while not self.collector.done:
             for piece in await self._pieces():
                 self.form.take(piece)
-        await self.exchange.json(self.form.whole(self.generation))
+        await self.exchange.json(self.form.whole(self.collector))
 
     async def _stream(self) -> None:
         pieces, form = await self._pieces(), self.form
@@ -89,23 +93,23 @@ class ResponseWriter:
         await self.exchange.begin_events()
         begin, told = form.begin(), 0
         chunks = self.exchange.chunks()
-        sink = None if chunks is None else StreamSink(form, self.generation, chunks)
+        sink = None if chunks is None else StreamSink(form, self.collector, chunks)
         while True:
-            data = begin + form.stream(pieces, self.generation)
-            if self.generation.done:
+            data = begin + form.stream(pieces, self.collector)
+            if self.collector.done:
                 break
-            idle = not pieces and self.generation.tokens == told
+            idle = not pieces and self.collector.tokens == told
             await self.exchange.stream(data or (PING if idle else b""))
-            told = self.generation.tokens
+            told = self.collector.tokens
             begin, pieces = b"", await self._pieces(sink)
-        await self.exchange.stream(data + form.end(self.generation), more=False)
+        await self.exchange.stream(data + form.end(self.collector), more=False)
 
     async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
-        """The next pieces, or none when it is time for a comment."""
+        """Returns the next pieces; none if it is time for a keep-alive comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
         left = self.arrived + limit - time.perf_counter()
-        pieces = await self.generation.pieces(min(waits, left), sink) if left > 0 else []
-        if not pieces and not self.generation.done and left <= waits:
+        pieces = await self.collector.pieces(min(waits, left), sink) if left > 0 else []
+        if not pieces and not self.collector.done and left <= waits:
             raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
         if pieces and self.begun is None:
             self.begun = time.perf_counter()
@@ -113,14 +117,14 @@ class ResponseWriter:
         return pieces
 
     def _limit(self) -> float:
-        """Seconds from the request's arrival to the time that is too late."""
+        """Returns the time limit in seconds from the request's arrival."""
         settings = self.service.settings
         limits = [settings.request_seconds, settings.queue_seconds if self.begun is None else None]
         return min((limit for limit in limits if limit is not None), default=math.inf)
 
     def _log(self) -> None:
         log = self.exchange.log
-        log |= {"prompt_tokens": self.generation.prompt_tokens, "tokens": self.generation.tokens}
-        log |= {"choices": len(self.generation.requests)}
+        log |= {"prompt_tokens": self.collector.prompt_tokens, "tokens": self.collector.tokens}
+        log |= {"choices": len(self.collector.requests)}
         if self.begun is not None:
             log["first_token_ms"] = round(1e3 * (self.begun - self.arrived), 1)

@@ -1,6 +1,6 @@
-"""/tokenize, /detokenize and /tokenizer_info: what a prompt is to the model, and back.
+"""The endpoints /tokenize, /detokenize and /tokenizer_info.
 
-Such a request takes a place as others do: its text may be as long as theirs.
+The first two count in the admission control as other requests do, as their texts may be as long.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MOST_TOKENS = 2**20
 
 
 async def tokenize(service: Service, exchange: HttpRequest) -> None:
-    """Answers with the tokens of `prompt`, or of `messages` in the model's template."""
+    """Answers with the tokens of `prompt`, or of `messages` in the model's chat template."""
     with service.entered():
         fields = await exchange.fields()
         service.check_model(fields)
@@ -36,7 +36,7 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
 
 
 async def detokenize(service: Service, exchange: HttpRequest) -> None:
-    """Answers with the text of `tokens`, special ones included."""
+    """Answers with the text of `tokens`, including special tokens."""
     with service.entered():
         fields = await exchange.fields()
         service.check_model(fields)
@@ -50,7 +50,7 @@ async def detokenize(service: Service, exchange: HttpRequest) -> None:
 
 
 async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
-    """GET /tokenizer_info: what a client needs to read and write tokens as the model does."""
+    """Answers with the vocabulary sizes, the special tokens and the chat template."""
     tokenizer = service.tokenizer
     special = {str(id): text for id, text in sorted(tokenizer.special_tokens.items())}
     await exchange.json(

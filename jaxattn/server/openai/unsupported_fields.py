@@ -1,13 +1,13 @@
-"""Known fields of OpenAI's and vLLM's requests that this server has no answer to.
+"""Fields of OpenAI's and vLLM's requests that this server does not support.
 
-Such a field may hold what changes nothing; another value is refused, since an answer without it
-would not be what was asked for. Fields that nobody knows are ignored.
+The server accepts such a field only with a neutral value, because an answer that ignores it would
+not be the requested one. It ignores fields that neither API defines.
 """
 
 from jaxattn.server.http.errors import bad
 from jaxattn.server.http.json_fields import JsonFields
 
-# Field -> the values that change nothing, beside null.
+# Field -> its neutral values, in addition to null.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -23,7 +23,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refuse_unsupported(fields: JsonFields) -> None:
-    """Raises ApiError 400 for a field whose value asks for what is not there."""
+    """Raises ApiError 400 for an unsupported field whose value is not neutral."""
     for name, neutral in NEUTRAL.items():
         value = fields.values.get(name)
         if value is not None and not any(value == each for each in neutral):

@@ -1,1 +1,1 @@
-"""The running service: the engine's thread, admission, metrics, state and watchdog."""
+"""The running service: the device thread, admission control, metrics, state and watchdog."""

@@ -1,6 +1,6 @@
-"""Admission control: requests are counted before a body is read or a prompt is tokenized.
+"""Admission control, which counts requests before the server reads a body or tokenizes a prompt.
 
-A request that would only wait too long is refused at once, with the time after which to try again.
+If the queue is full, the server refuses a request at once, and tells the client when to retry.
 """
 
 import contextlib
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from jaxattn.server.http.errors import ApiError, bad
 
 MOST_RETRY_SECONDS = 60
-MEMORY = 0.9  # of the older answers in the mean time of an answer
+MEMORY = 0.9  # weight of the previous mean in the moving average of the time of an answer
 
 
 @dataclasses.dataclass(eq=False)
 class AdmissionToken:
-    """One request's place.
+    """The place of one admitted request.
 
     Attributes:
-        choices: that it asks for.
-        tokens: of its prompts, until the first token of the answer.
+        choices: The number of choices that the request asks for.
+        tokens: The number of its prompt tokens; 0 from the first token of the answer on.
     """
 
     admission: "AdmissionControl"
@@ -28,10 +28,11 @@ class AdmissionToken:
     tokens: int = 0
 
     def grow(self, choices: int, tokens: int) -> None:
-        """Says what is asked for, when it is known.
+        """Sets the request's choices and prompt tokens, which are known once its body is read.
 
         Raises:
-            ApiError: 429, there is no room for so much now; 400, there never is.
+            ApiError: 429 if they exceed the limits together with the other open requests, 400 if
+                the choices exceed the limit by themselves.
         """
         if choices > self.admission.most:
             raise bad(
@@ -43,20 +44,20 @@ class AdmissionToken:
         self.choices, self.tokens = choices, tokens
 
     def begun(self) -> None:
-        """The first token has come: the prompts wait no more."""
+        """Stops counting the prompt tokens as waiting, as the first token has arrived."""
         self.tokens = 0
 
 
 class AdmissionControl:
-    """Counts what is open.
+    """The counts and limits of the open requests.
 
     Args:
-        rows: of the engine's batch.
-        most_waiting: choices beside those that have rows.
-        most_tokens: of prompts that wait; None sets no limit.
+        rows: The number of rows of the engine's batch.
+        most_waiting: The maximum number of choices without a row.
+        most_tokens: The maximum number of prompt tokens that wait; None for no limit.
 
     Attributes:
-        most: choices that may be open.
+        most: The maximum number of open choices.
     """
 
     def __init__(self, rows: int, most_waiting: int, most_tokens: int | None):
@@ -65,13 +66,13 @@ class AdmissionControl:
         self._mean_seconds = 1.0
 
     def set_rows(self, rows: int) -> None:
-        """Says the rows of the engine's batch, once the engine has chosen them."""
+        """Sets the number of rows, once the engine has chosen it."""
         self.most += rows - self._rows
         self._rows = rows
 
     @property
     def open(self) -> int:
-        """Requests that are being served or wait."""
+        """The number of running and waiting requests."""
         return len(self._tickets)
 
     @property
@@ -84,10 +85,10 @@ class AdmissionControl:
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[AdmissionToken]:
-        """A place for one request, until it is answered.
+        """Counts one request for the duration of the `with` block.
 
         Raises:
-            ApiError: 429, there is none.
+            ApiError: 429 if the queue is full.
         """
         self.check(1, 0)
         ticket = AdmissionToken(self)
@@ -98,7 +99,7 @@ class AdmissionControl:
             self._tickets.discard(ticket)
 
     def check(self, choices: int, tokens: int) -> None:
-        """Raises ApiError 429 if there is no room for so many more."""
+        """Raises ApiError 429 if so many more choices or prompt tokens would exceed a limit."""
         if self.choices + choices > self.most:
             raise self._full(
                 f"the queue is full: {self.choices:,} of {self.most:,} continuations are running "
@@ -111,12 +112,12 @@ class AdmissionControl:
             )
 
     def answered(self, seconds: float) -> None:
-        """Takes the time of an answer into the mean, from which waiting clients are told theirs."""
+        """Adds the time of an answer to the moving average from which `retry_seconds` follows."""
         self._mean_seconds = MEMORY * self._mean_seconds + (1 - MEMORY) * seconds
 
     @property
     def retry_seconds(self) -> int:
-        """About when a row is free for one more."""
+        """The estimated seconds until a row is free, from 1 to `MOST_RETRY_SECONDS`."""
         rounds = self.choices / self._rows
         return max(1, min(MOST_RETRY_SECONDS, math.ceil(rounds * self._mean_seconds)))
 

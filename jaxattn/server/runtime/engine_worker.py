@@ -1,7 +1,7 @@
-"""The device thread: it makes the engine, owns it, and steps it while there is anything to do.
+"""The device thread, which creates and owns the engine, and steps it while it has requests.
 
-Other threads reach it by a queue of commands. What a step gives goes back in one piece. So nothing
-that a client does, or leaves undone, makes the device wait.
+Other threads send it commands through a queue, and it reports all outputs of a step in one call.
+A slow client therefore never makes the device wait.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ MOST_FAILURES = 3
 
 
 class PoolProtocol(Protocol):
-    """Pages or slots."""
+    """The pages or slots of the scheduler."""
 
     @property
     def size(self) -> int: ...
@@ -32,7 +32,7 @@ class PoolProtocol(Protocol):
 
 
 class SchedulerProtocol(Protocol):
-    """What the gauges read of the engine's scheduler."""
+    """The attributes of the engine's scheduler that the gauges read."""
 
     @property
     def pages(self) -> PoolProtocol: ...
@@ -45,7 +45,7 @@ class SchedulerProtocol(Protocol):
 
 
 class PrefixCacheStatsProtocol(Protocol):
-    """Tokens of prompts that were looked up in the cache of prefixes."""
+    """Counts of prompt tokens that the engine looked up in the prefix cache."""
 
     @property
     def asked(self) -> int: ...
@@ -56,8 +56,7 @@ class PrefixCacheStatsProtocol(Protocol):
 
 
 class GenerationStatsProtocol(Protocol):
-    """Tokens that were drafted, those of them that turned out right, and the buckets of rows that
-    draft by the model's own head."""
+    """The numbers of drafted and accepted tokens, and the batch buckets that use the draft head."""
 
     @property
     def drafted_tokens(self) -> int: ...
@@ -73,7 +72,7 @@ class RecompilationGuardProtocol(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """What a server uses of `jaxattn.Engine`."""
+    """The part of `jaxattn.Engine` that the server uses."""
 
     @property
     def limits(self) -> Limits: ...
@@ -97,19 +96,19 @@ class EngineProtocol(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """What the engine held when a step had ended.
+    """The engine's gauges and counters after a step. Counters count from the start.
 
     Attributes:
-        rows: requests that have a row.
-        pages, slots: in use.
-        preemptions: rows that lost their pages to older ones, so far.
-        prefix_asked: tokens of prompts that were looked up in the cache of prefixes, so far.
-        prefix_hits: those of them that were not read again.
-        states_missed: those whose pages were cached without the states behind them.
-        drafted: tokens that were drafted, so far.
-        accepted: those of them that turned out right.
-        drafting: of buckets of rows, whether the model's own head drafts.
-        seal: what was traced, compiled or allocated after the warm-up, by kind.
+        rows: The number of running requests.
+        pages, slots: The numbers of pages and slots in use.
+        preemptions: The number of preempted rows.
+        prefix_asked: The prompt tokens that were looked up in the prefix cache.
+        prefix_hits: The prompt tokens that the prefix cache had, so that no prefill was needed.
+        states_missed: The prompt tokens whose pages were cached, but not the recurrent state.
+        drafted: The number of draft tokens.
+        accepted: The number of accepted draft tokens.
+        drafting: For each batch bucket, whether the model's draft head is in use.
+        seal: The numbers of traces, compilations and new buffers after the warm-up, by kind.
     """
 
     rows: int = 0
@@ -127,11 +126,13 @@ class EngineSnapshot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step gave.
+    """The outputs of one step.
 
     Attributes:
-        now: when it ended, of `time.perf_counter`.
-        seconds: that it took.
+        events: The events of all rows.
+        snapshot: The engine's counts after the step.
+        now: The time of the step's end, as `time.perf_counter()`.
+        seconds: The step's duration.
     """
 
     events: Sequence[Event]
@@ -151,20 +152,20 @@ class _Abort:
 
 
 class _Stop:
-    """Ends the thread. What runs is dropped."""
+    """The command that ends the thread, and drops the open requests."""
 
 
 class EngineWorker:
-    """Runs the engine in a thread of its own.
+    """The owner of the device thread and its engine. The thread calls all callbacks.
 
     Args:
-        make: makes the engine and starts it, in the thread; this takes seconds to minutes.
-        on_ready: called in the thread when the engine runs.
-        on_report: called in the thread with what each step gave.
-        on_end: called in the thread at its end, with what went wrong, or None.
+        make: Creates and starts the engine, which takes seconds to minutes.
+        on_ready: Called when the engine runs.
+        on_report: Called with the outputs of each step.
+        on_end: Called at the thread's end, with its error or None.
 
     Attributes:
-        engine: once `on_ready` was called.
+        engine: The engine; None until shortly before `on_ready` is called.
     """
 
     def __init__(
@@ -186,24 +187,24 @@ class EngineWorker:
         self._thread.start()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests; each has an id that no other has."""
+        """Queues requests. Each needs a unique id."""
         self._commands.put(_Submit(requests))
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Ends requests, those too that are not queued in the engine yet."""
+        """Aborts requests, including those that have not reached the engine yet."""
         self._commands.put(_Abort(ids))
 
     def stop(self) -> None:
-        """Ends the thread when its step has ended, and closes the engine."""
+        """Ends the thread after its current step, and closes the engine."""
         self._commands.put(_Stop())
 
     def join(self, seconds: float) -> bool:
-        """Waits for the thread's end; whether it came."""
+        """Waits up to `seconds` for the thread; returns whether it has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def stuck_for(self) -> float:
-        """The seconds that the step in flight has taken; 0 between steps."""
+        """Returns the seconds that the current step has taken; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.perf_counter() - began
 
@@ -215,7 +216,7 @@ class EngineWorker:
             self._on_ready()
             with contextlib.closing(engine):
                 self._serve(engine)
-        except BaseException as error:  # who waits for this thread learns of any end
+        except BaseException as error:  # `on_end` must be called however the thread ends
             ended = error
         self._on_end(ended)
 
@@ -249,10 +250,10 @@ class EngineWorker:
         return StepReport(events, _snapshot(engine), now, now - began)
 
     def _take(self, engine: EngineProtocol) -> list[Event] | None:
-        """Obeys the commands that wait, and waits for one while the engine has nothing to do.
+        """Executes the queued commands; blocks for the first one if the engine is idle.
 
         Returns:
-            The ends of requests that the engine did not take, or None after `stop`.
+            The finish events of requests that the engine refused, or None after `stop`.
         """
         refused: list[Event] = []
         wait = not engine.busy

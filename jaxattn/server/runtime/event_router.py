@@ -1,4 +1,4 @@
-"""The router of a step's events, from the device thread to the generations on the event loop."""
+"""The router of engine events, from the device thread to output collectors on the event loop."""
 
 import collections
 import logging
@@ -12,53 +12,54 @@ from jaxattn.server.runtime.engine_worker import StepReport
 from jaxattn.server.runtime.metrics import ServerMetrics
 
 LOG = logging.getLogger("jaxattn.server")
-BEHIND = 8  # tokens of each row that wait for the event loop; more than these become text together
+# If more than this many tokens per row wait for the event loop, one write serves several steps.
+BEHIND = 8
 type EventsOfRows = dict[OutputCollector, dict[int, list[Event]]]
 
 
 class EventRouter:
-    """Gives each generation what the engine gave for its rows.
+    """Passes the events of the engine's rows to the output collectors of their requests.
 
     Args:
-        metrics: of the server, which count it.
-        on_loop: calls a function on the event loop, from any thread.
+        metrics: The metrics of the server, which count the events.
+        on_loop: A function that calls another function on the event loop, from any thread.
 
     Attributes:
-        generations: by the ids of their rows, as long as these run or wait.
+        collectors: The collectors by the ids of their rows, while these run or wait.
     """
 
     def __init__(self, metrics: ServerMetrics, on_loop: Callable[[Callable[[], Any]], None]):
-        self.generations: dict[int, OutputCollector] = {}
+        self.collectors: dict[int, OutputCollector] = {}
         self._metrics, self._on_loop = metrics, on_loop
         self._reports, self._called = collections.deque[StepReport](), False
 
     def fail(self, reason: str) -> None:
-        """Ends every row, after an error that ended the engine."""
+        """Ends every row after an error that ended the engine."""
         now = time.perf_counter()
         ended: EventsOfRows = {}
-        for id, generation in list(self.generations.items()):
-            request = next(each for each in generation.requests if each.id == id)
+        for id, collector in list(self.collectors.items()):
+            request = next(each for each in collector.requests if each.id == id)
             done = Completion(request, (), FinishReason.FAILED, reason)
             self._route([FinishEvent(done)], now, ended)
         _put(ended)
 
     def report(self, report: StepReport) -> None:
-        """Takes what a step gave; for the device thread."""
+        """Queues the report of a step. The device thread calls this method."""
         self._reports.append(report)
         if not self._called:
             self._called = True
             self._on_loop(self._deliver)
 
     def _deliver(self) -> None:
-        """Gives each generation what the steps gave that wait.
+        """Passes the queued reports to the collectors.
 
-        A step's tokens are a write for each stream. A loop that is behind makes one of several
-        steps, and so catches up.
+        Each step causes a write to each stream. An event loop that is behind joins the tokens of
+        several steps in one write, and so catches up.
         """
         self._called = False  # before what waits is read: a later report calls again
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         waiting = sum(len(report.events) for report in reports)
-        # Rows that end are in no later snapshot, but in that of the step before.
+        # The snapshot after a step no longer counts the rows that ended in it.
         rows = max((report.snapshot.rows for report in reports), default=0)
         behind = waiting > BEHIND * max(1, rows)
         found: EventsOfRows = {}
@@ -76,28 +77,28 @@ class EventRouter:
         now: float,
         found: EventsOfRows,
     ) -> int:
-        """Adds the events to those of their generations' rows; returns how many are tokens."""
+        """Adds the events to `found`, by collector and row. Returns the number of tokens."""
         rows = collections.defaultdict[int | None, list[Event]](list)
         for event in events:  # of 128 rows there may be 1,024
             request = event.completion.request if isinstance(event, FinishEvent) else event.request
             rows[request.id].append(event)
         tokens = 0
         for id, own in rows.items():
-            generation = None if id is None else self.generations.get(id)
-            if id is None or generation is None:
+            collector = None if id is None else self.collectors.get(id)
+            if id is None or collector is None:
                 LOG.error("the engine tells of request %s, which is none of those that run", id)
                 continue  # the others get what is theirs
             if count := len([event for event in own if type(event) is TokenEvent]):
                 self._metrics.tokens(id, count, now)
                 tokens += count
             if isinstance(last := own[-1], FinishEvent):
-                del self.generations[id]
+                del self.collectors[id]
                 self._metrics.finished(last.completion, now)
-            given = found.setdefault(generation, {})
+            given = found.setdefault(collector, {})
             given[id] = given[id] + own if id in given else own
         return tokens
 
 
 def _put(found: EventsOfRows) -> None:
-    for generation, rows in found.items():
-        generation.put(list(rows.items()))
+    for collector, rows in found.items():
+        collector.put(list(rows.items()))

@@ -1,7 +1,7 @@
-"""Prometheus metrics of the server, under vLLM's names where it has them.
+"""Prometheus metrics of the server, under vLLM's names where vLLM has the metric.
 
-Times are of one clock, from a request's arrival to the step that gave a token. A scrape reads the
-last step's snapshot; it never asks the device thread.
+All times use one clock, from a request's arrival to the step that generated a token. A scrape
+reads the snapshot of the last step, and never waits for the device thread.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxattn.server.runtime.engine_worker import EngineSnapshot, StepReport
 from jaxattn.server.runtime.weighted_histogram import WeightedHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-# Upper bounds of buckets, in seconds.
+# Upper bounds of histogram buckets, in seconds.
 FIRST_TOKEN = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -43,7 +43,12 @@ REASONS = {
 
 @dataclasses.dataclass(slots=True)
 class RequestTimestamps:
-    """Of one row: when its request came, and its first and its latest token."""
+    """The times of one request's arrival, first token and latest token.
+
+    Attributes:
+        arrived, first, last: `time.perf_counter()` at these events; None before the first token.
+        prompt: The number of prompt tokens.
+    """
 
     arrived: float
     prompt: int
@@ -64,14 +69,14 @@ class MetricTotals:
 
 
 class ServerMetrics:
-    """Counters and histograms of one server.
+    """The metrics of one server.
 
     Args:
-        model: the name that the label `model_name` has.
+        model: The value of the label `model_name`.
 
     Attributes:
-        snapshot: what the engine held after its latest step.
-        totals: sums since the start.
+        snapshot: The engine's counts after its latest step.
+        totals: The sums since the start, for the page.
     """
 
     def __init__(self, model: str):
@@ -146,11 +151,11 @@ class ServerMetrics:
 
     @property
     def waiting(self) -> int:
-        """Rows that were asked for and are not in the batch."""
+        """The number of requests without a row."""
         return max(0, len(self._rows) - self.snapshot.rows)
 
     def ready(self, limits: Limits, plan: MemoryPlan) -> None:
-        """The engine runs."""
+        """Sets the limits and the memory plan of the engine that has started."""
         self._limits, self._plan = limits, plan
 
     @property
@@ -162,13 +167,13 @@ class ServerMetrics:
         return self._plan
 
     def asked(self, ids: Sequence[int], prompts: Sequence[int], most: int, arrived: float) -> None:
-        """A request was queued.
+        """Records an HTTP request that was queued.
 
         Args:
-            ids: of its rows.
-            prompts: their tokens.
-            most: max_tokens.
-            arrived: when it came, of `time.perf_counter`.
+            ids: The ids of its engine requests, one per choice.
+            prompts: The number of prompt tokens of each.
+            most: The largest `max_tokens` of them.
+            arrived: The time of arrival, as `time.perf_counter()`.
         """
         self._n.observe(len(ids))
         self._most.observe(most)
@@ -176,7 +181,7 @@ class ServerMetrics:
             self._rows[id] = RequestTimestamps(arrived, prompt)
 
     def stepped(self, report: StepReport, tokens: int) -> None:
-        """A step gave so many tokens."""
+        """Records a step and the number of tokens that it generated."""
         self.snapshot = report.snapshot
         self.totals.generated_tokens += tokens
         self._generated.inc(tokens)
@@ -184,7 +189,7 @@ class ServerMetrics:
         self._iteration.observe(tokens)
 
     def tokens(self, id: int, count: int, now: float) -> None:
-        """A row got its first token, or some behind it, to which the time is divided alike."""
+        """Records `count` new tokens of a row. The time since its last token is divided equally."""
         times = self._rows[id]
         if times.first is None or times.last is None:
             times.first = now
@@ -199,12 +204,12 @@ class ServerMetrics:
         times.last = now
 
     def _read(self, prompt: int) -> None:
-        """A prompt of so many tokens was read."""
+        """Counts the tokens of a processed prompt."""
         self._prompt_tokens.inc(prompt)
         self.totals.prompt_tokens += prompt
 
     def finished(self, completion: Completion, now: float) -> None:
-        """A row ended."""
+        """Records the end of a row."""
         assert completion.request.id is not None
         times = self._rows.pop(completion.request.id)
         reason = REASONS.get(completion.finish_reason, "error")
@@ -217,7 +222,7 @@ class ServerMetrics:
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
         if times.first is None and completion.finish_reason is FinishReason.LENGTH:
-            self._read(times.prompt)  # for an embedding or for log-probabilities alone
+            self._read(times.prompt)  # for an embedding, or only for log-probabilities
         if times.first is not None and times.last is not None:
             self._decode.observe(times.last - times.first)
 
@@ -225,16 +230,16 @@ class ServerMetrics:
         self._refused.labels(self.model, str(status)).inc()
 
     def left(self) -> None:
-        """A client left before its answer's end."""
+        """Counts a client that disconnected before its answer's end."""
         self._left.inc()
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Returns all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Gauges(Collector):
-    """What is read at a scrape."""
+    """The gauges and counters that a scrape reads from the snapshot, the limits and the plan."""
 
     def __init__(self, metrics: ServerMetrics):
         self._metrics = metrics

@@ -1,4 +1,4 @@
-"""Responses kept in memory, so that a later request can go on from one, within a bound."""
+"""A bounded in-memory store of responses, so that a later request can continue one."""
 
 import collections
 import dataclasses
@@ -14,11 +14,12 @@ MOST_BYTES = 64 * 2**20
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, as the JSON it was sent as.
+    """A response and its conversation, as JSON.
 
     Attributes:
-        items: of the whole conversation, the response's output included.
-        output: the ids of its own items.
+        response: The response as it was sent.
+        items: The items of the whole conversation, including the response's output.
+        output: The ids of the response's output items.
     """
 
     response: bytes
@@ -31,11 +32,11 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses that were used last. The others are forgotten.
+    """An LRU cache of responses.
 
     Args:
-        most: responses.
-        most_bytes: of all of them.
+        most: The maximum number of responses.
+        most_bytes: The maximum total size.
     """
 
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
@@ -44,7 +45,7 @@ class ResponseStore:
         self._of_item: dict[str, str] = {}
 
     def put(self, response: dict[str, Any], items: list[Any]) -> None:
-        """Keeps a response and the items that it answered, unless it is larger than the bound."""
+        """Stores a response and the items that it answered, unless it exceeds `most_bytes`."""
         output = response["output"]
         ids = tuple(item["id"] for item in output)
         stored = StoredResponse(orjson.dumps(response), orjson.dumps([*items, *output]), ids)
@@ -55,32 +56,35 @@ class ResponseStore:
             self.remove(next(iter(self._found)), "response_id")
 
     def items(self, id: str, param: str) -> list[Any]:
-        """The items of a conversation up to a response, its output included.
+        """Returns the items of a conversation up to a response, including its output.
+
+        Args:
+            param: The field that names the response, for the error.
 
         Raises:
-            ApiError: 404, it is not stored; `param` is the field that names it.
+            ApiError: 404 if the response is not stored.
         """
         return orjson.loads(self._get(id, param).items)
 
     def response(self, id: str) -> dict[str, Any]:
-        """A response, as it was sent.
+        """Returns a response as it was sent.
 
         Raises:
-            ApiError: 404, it is not stored.
+            ApiError: 404 if it is not stored.
         """
         return orjson.loads(self._get(id, "response_id").response)
 
     def item(self, id: str) -> dict[str, Any] | None:
-        """An item of a stored response; None if there is none."""
+        """Returns an output item of a stored response; None if no response has it."""
         of = self._of_item.get(id)
         found = self.response(of)["output"] if of is not None else []
         return next((item for item in found if item["id"] == id), None)
 
     def remove(self, id: str, param: str) -> None:
-        """Forgets a response.
+        """Deletes a response.
 
         Raises:
-            ApiError: 404, it is not stored.
+            ApiError: 404 if it is not stored.
         """
         stored = self._get(id, param)
         del self._found[id]

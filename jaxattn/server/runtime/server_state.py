@@ -1,4 +1,4 @@
-"""States of a server: starting, ready, draining or failed, and their responses."""
+"""The states of a server, and the response to a request that arrives in each of them."""
 
 import enum
 
@@ -8,7 +8,7 @@ START_RETRY_SECONDS = 5
 
 
 class ServerState(enum.StrEnum):
-    """Of a server's life, in this order."""
+    """The states of a server, in the order in which it passes through them."""
 
     STARTING = "starting"
     READY = "ready"
@@ -24,7 +24,7 @@ _SAID = {
 
 
 def unavailable(phase: ServerState) -> ApiError:
-    """Status 503 for a phase in which nothing is taken in."""
+    """Returns the 503 error of a phase in which the server accepts no requests."""
     headers = {"Retry-After": str(START_RETRY_SECONDS)}
     if phase is not ServerState.STARTING:
         headers = {"Connection": "close", "Retry-After": "1"}

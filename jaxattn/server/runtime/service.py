@@ -1,4 +1,4 @@
-"""The service behind the routes: one model, its worker, admission and metrics."""
+"""The service that the routes call: one model, its worker, admission control and metrics."""
 
 import asyncio
 import contextlib
@@ -37,23 +37,24 @@ from jaxattn.text import SamplingDefaults, Tokenizer, TokenStream
 LOG = logging.getLogger("jaxattn.server")
 MOST_IDS = 2**31
 TEXT_THREADS = 4
-CUT_SECONDS = 5.0  # for the errors of answers that are cut to reach their clients
+CUT_SECONDS = 5.0  # in which the clients of aborted answers get their errors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model that is served.
+    """The model that a service runs, and its defaults.
 
     Attributes:
-        make: makes the engine and starts it, in the device thread.
-        limits: of the engine, which chooses what they leave open when it starts.
-        vocab_size: of the model.
-        hidden_size: of the model, which its embeddings have; None for one that embeds nothing.
-        embedding: what its embeddings are.
-        longest: tokens of the model's longest row, whatever the limits.
-        defaults: of requests that do not say how to sample.
-        progress: what `make` has done so far, for the page: JSON objects with the name of a task,
-            how much is `done` `of` what, and whether these are `bytes`.
+        make: Creates and starts the engine. The device thread calls it.
+        tokenizer: The model's tokenizer.
+        limits: The engine's limits. The engine fills in those that are left open when it starts.
+        vocab_size: The model's vocabulary size.
+        defaults: The sampling parameters of requests that set none.
+        hidden_size: The dimension of the model's embeddings; None if it gives no embeddings.
+        embedding: The default pooling and normalization of embeddings.
+        longest: The model's own context length, independent of `limits`; None if unknown.
+        progress: Returns the progress of `make`, for the page: JSON objects with the name of a
+            task, the amounts `done` and `of`, and whether these are `bytes`.
     """
 
     make: Callable[[], EngineProtocol]
@@ -68,17 +69,18 @@ class ServedModel:
 
 
 class Service:
-    """One model behind HTTP. Its methods are called on the event loop.
+    """A model served over HTTP. Call its methods on the event loop.
 
     Args:
-        on_end: called on the event loop when the device thread has ended, with what went wrong.
+        on_end: Called on the event loop when the device thread has ended, with its error or None.
 
     Attributes:
-        phase: what the server is doing.
-        started: when, of `time.time`.
-        message_format: how the model writes thoughts and calls.
-        router: brings the engine's events to the generations that are open.
-        fingerprint: of what decides a seeded answer, beside the weights: names, limits, versions.
+        phase: The server's state.
+        started: The start time, as `time.time()` in whole seconds.
+        message_format: The format in which the model writes reasoning and tool calls.
+        router: Routes the engine's events to the collectors of the open requests.
+        fingerprint: A hash of everything except the weights that decides a seeded answer: the
+            model's name, the limits, and the versions of JAX and jaxattn.
     """
 
     def __init__(
@@ -114,30 +116,30 @@ class Service:
     # --- life
 
     def start(self) -> None:
-        """Starts the device thread; `ready` waits for the engine."""
+        """Starts the device thread. `ready` waits for its engine."""
         self.worker.start()
 
     async def ready(self) -> None:
-        """Waits until requests are served, or never will be."""
+        """Waits until the server accepts requests, or the engine has failed to start."""
         await self._ready.wait()
 
     async def drain(self, seconds: float) -> bool:
-        """Takes no more in, and waits for what runs; what runs longer is cut.
+        """Stops accepting requests, and waits for the open ones; aborts them after `seconds`.
 
         Returns:
-            Whether all of it ended by itself.
+            Whether all requests ended without an abort.
         """
         if self.phase is not ServerState.FAILED:
             self.phase = ServerState.DRAINING
         whole = await self._emptied(seconds)
         if not whole:
             self._cut = True
-            self.worker.abort(list(self.router.generations))
+            self.worker.abort(list(self.router.collectors))
             await self._emptied(CUT_SECONDS)
         return whole
 
     async def _emptied(self, seconds: float) -> bool:
-        """Waits until no request is open; whether it came to that."""
+        """Waits until no request is open; returns False if that takes longer than `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while self.admission.open:
@@ -148,12 +150,13 @@ class Service:
         return True
 
     def stop(self) -> None:
-        """Ends the device thread when its step has ended."""
+        """Ends the device thread after its current step."""
         self.worker.stop()
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     def _from_thread(self, call: Callable[..., None], *arguments: object) -> None:
-        """Calls on the event loop; for the device thread. A loop that was closed needs no call."""
+        """Schedules a call on the event loop, from the device thread. Does nothing if the loop is
+        closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
 
@@ -179,10 +182,10 @@ class Service:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[AdmissionToken]:
-        """A place for one request.
+        """Admits one request for the duration of the `with` block.
 
         Raises:
-            ApiError: 503 if nothing is taken in now, 429 if there is no place.
+            ApiError: 503 if the server is not ready, 429 if the queue is full.
         """
         if self.phase is not ServerState.READY:
             raise unavailable(self.phase)
@@ -193,11 +196,12 @@ class Service:
             self._idle.set()
 
     async def in_thread[T](self, call: Callable[[], T]) -> T:
-        """What takes time and needs no device: a tokenizer's or a template's work."""
+        """Runs `call` in a thread pool. For work of the tokenizer or the chat template, which would
+        block the event loop."""
         return await self._loop.run_in_executor(self._texts, call)
 
     def check_model(self, fields: JsonFields) -> None:
-        """Raises ApiError 404 if a request names another model."""
+        """Raises ApiError 404 if the request's `model` is none of the served names."""
         name = fields.text("model")
         if name is not None and name not in self.settings.names:
             raise ApiError(
@@ -208,7 +212,8 @@ class Service:
             )
 
     def shortened(self, fields: JsonFields, prompt: Sequence[int]) -> Sequence[int]:
-        """The last `truncate_prompt_tokens` tokens of a prompt; -1 keeps what a row holds."""
+        """Returns the last `truncate_prompt_tokens` tokens of a prompt. The value -1 keeps as many
+        as fit into a row together with one generated token."""
         most = fields.integer("truncate_prompt_tokens", -1, MOST_IDS)
         if most == 0:
             raise fields.wrong("truncate_prompt_tokens", "at least 1, or -1 for the model length")
@@ -217,10 +222,11 @@ class Service:
         return prompt if most is None else prompt[-most:]
 
     def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int:
-        """The most tokens that can follow a prompt.
+        """Returns the maximum number of tokens that can follow a prompt.
 
         Raises:
-            ApiError: 400, there is no room for `least`, or a token is none of the model's.
+            ApiError: 400 if the prompt is empty, if fewer than `least` tokens can follow it, or if
+                a token id is outside of the vocabulary.
         """
         if not prompt:
             raise bad(param, f"{param} has no tokens; it needs at least one")
@@ -238,7 +244,7 @@ class Service:
         return longest - len(prompt)
 
     def _longer_rows(self) -> str:
-        """What lets a prompt be longer, if anything does."""
+        """Returns the advice for a prompt that is too long: shorten it, or raise which limit."""
         limits = self.limits
         if limits.longest_row < limits.max_model_len:
             held = limits.pages * limits.page_tokens
@@ -252,7 +258,7 @@ class Service:
             return f"make it shorter, or start the server with a larger --max-model-len{most}"
         return f"make it shorter: the model supports at most {own:,} tokens"
 
-    async def generation(
+    async def collector(
         self,
         prompts: Sequence[Sequence[int]],
         rooms: Sequence[int],
@@ -262,16 +268,16 @@ class Service:
         grammar: tuple[str, str] | None = None,
         shown: Sequence[str] = (),
     ) -> OutputCollector:
-        """`SamplingParams.choices` rows for each prompt, not queued yet.
+        """Returns a collector of `sampling.choices` requests per prompt, which are not queued yet.
 
         Args:
-            rooms: see `room`.
-            continues: the text goes on after its prompt's, as an answer of a chat does not.
-            grammar: that each row has to follow, and the field that asks for it.
-            shown: special tokens that have a text.
+            rooms: For each prompt, the result of `room`.
+            continues: Whether the text continues the prompt's text. The answer of a chat does not.
+            grammar: The grammar of every row, and the field that asked for it.
+            shown: The special tokens that stay in the text.
 
         Raises:
-            ApiError: 400, the grammar cannot be followed.
+            ApiError: 400 if the grammar cannot be compiled.
         """
         grammars: list[Grammar | None] = [None] * (len(prompts) * sampling.choices)
         if grammar is not None:
@@ -315,9 +321,10 @@ class Service:
     def embeddings(
         self, prompts: Sequence[Sequence[int]], pooling: str, *, priority: int, salt: str
     ) -> OutputCollector:
-        """A row for each prompt, which gives its embedding, not queued yet.
+        """Returns a collector with one embedding request per prompt, which are not queued yet.
 
-        Those beyond a batch let other requests of the same priority pass.
+        Prompts beyond the first batch get a lower priority, so that other requests can overtake
+        them.
         """
         rows = self.limits.batch
         requests = [
@@ -334,31 +341,30 @@ class Service:
         return OutputCollector.of(requests, self.tokenizer.stream, ())
 
     @contextlib.contextmanager
-    def running(self, generation: OutputCollector, arrived: float) -> Iterator[None]:
-        """Queues its rows. Those that have not ended at the end are aborted.
+    def running(self, collector: OutputCollector, arrived: float) -> Iterator[None]:
+        """Queues a collector's requests, and at the end of the `with` block aborts the unfinished.
 
         Raises:
-            ApiError: 503, what ran was cut meanwhile, or the engine has failed.
+            ApiError: 503 if the server has aborted its requests to shut down, or the engine has
+                failed.
         """
         if self._cut or self.phase is ServerState.FAILED:
             raise unavailable(self.phase)
-        requests = generation.requests
+        requests = collector.requests
         ids = [request.id for request in requests if request.id is not None]
-        self.router.generations.update(dict.fromkeys(ids, generation))
+        self.router.collectors.update(dict.fromkeys(ids, collector))
         most = max(request.max_tokens for request in requests)
         self.metrics.asked(ids, [len(request.prompt) for request in requests], most, arrived)
         self.worker.submit(requests)
         try:
             yield
         finally:
-            if left := generation.open:
+            if left := collector.open:
                 self.worker.abort(left)
 
     def _free_id(self) -> int:
-        """A number that no row has, as long as there are fewer than two thousand million."""
-        return next(
-            id for n in self._numbers if (id := n % MOST_IDS) not in self.router.generations
-        )
+        """Returns an id that no open request has, from 0 to 2**31 - 1."""
+        return next(id for n in self._numbers if (id := n % MOST_IDS) not in self.router.collectors)
 
 
 def _fingerprint(settings: ServerSettings, limits: Limits) -> str:

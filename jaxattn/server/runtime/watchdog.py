@@ -1,7 +1,7 @@
-"""Ends the process when the device thread is stuck: a step that never ends serves nobody.
+"""A watchdog that ends the process when an engine step does not finish.
 
-A GPU that hangs makes the thread wait in a library, where nothing of Python interrupts it. What
-started the process, such as systemd or Kubernetes, starts it anew.
+If a GPU hangs, the device thread waits inside a library, where Python cannot interrupt it. The
+process's supervisor, such as systemd or Kubernetes, then restarts the server.
 """
 
 import faulthandler
@@ -14,12 +14,12 @@ CODE = 70  # EX_SOFTWARE
 
 
 class Watchdog:
-    """Looks at the device thread from a thread of its own.
+    """A thread that monitors the device thread.
 
     Args:
-        stuck_for: the seconds that the step in flight has taken.
-        most: seconds that it may take.
-        end: ends the process; a test gives another.
+        stuck_for: Returns the seconds that the current step has taken.
+        most: The maximum seconds of a step.
+        end: Called when a step exceeds `most`; by default, it dumps all stacks and exits.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""A histogram for Prometheus that takes many equal values at once, such as the times of a step's
-tokens."""
+"""A Prometheus histogram that records many equal values at once, such as the latencies of the
+tokens of one step."""
 
 import bisect
 import itertools
@@ -11,10 +11,12 @@ from prometheus_client.utils import floatToGoString
 
 
 class WeightedHistogram(Collector):
-    """Counts of values by upper bounds, which belong to their buckets.
+    """A histogram whose buckets include their upper bounds.
 
     Args:
-        model: the name that the label `model_name` has.
+        said: The help text.
+        model: The value of the label `model_name`.
+        bounds: The buckets' upper bounds, in ascending order, without infinity.
     """
 
     def __init__(self, name: str, said: str, model: str, bounds: Sequence[float]):
@@ -22,7 +24,7 @@ class WeightedHistogram(Collector):
         self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, count: int) -> None:
-        """Takes a value so many times."""
+        """Records `value` `count` times."""
         self._counts[bisect.bisect_left(self._bounds, value)] += count
         self._sum += value * count
 

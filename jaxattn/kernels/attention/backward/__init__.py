@@ -1,1 +1,1 @@
-"""The backward pass of causal attention: one kernel gives dq, dk and dv."""
+"""The backward pass of causal attention: one kernel computes dq, dk and dv."""

@@ -1,4 +1,4 @@
-"""A block of `attention_backward`: two warpgroups that compute, one that loads and stores."""
+"""A CTA of `attention_backward`: two consumer warpgroups, and a producer that loads and stores."""
 
 import dataclasses
 import functools
@@ -22,10 +22,10 @@ from jaxattn.kernels.attention.work_queue import WorkQueue
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardCta:
-    """What a block does with its references.
+    """The warp-specialized body of one CTA.
 
     Attributes:
-        blocks, items: resident blocks, and tiles in all.
+        blocks, items: The number of resident CTAs, and of key tiles in all.
     """
 
     config: BackwardTileConfig
@@ -37,7 +37,8 @@ class BackwardCta:
     interpret: bool
 
     def run(self, **refs: Any) -> None:
-        """`refs` are those of the operands, of the outputs, and of `BackwardSmem`."""
+        """Runs the CTA; `refs` are the refs of the operands, of the outputs, and of
+        `BackwardSmem`."""
         config, wg = self.config, lax.axis_index("wg")
         memory = BackwardSmem(**{name: refs.pop(name) for name in BackwardSmem._fields})
         outputs = KeyTileOutputs(**{name: refs.pop(name) for name in ("dk", "dk_rest", "dv")})
@@ -50,8 +51,8 @@ class BackwardCta:
             plgpu.set_max_registers(config.compute_registers, action="increase")
             kind = BackwardConsumer if config.ahead else WideBackwardConsumer
             kind = InterpretedBackwardConsumer if self.interpret else kind
-            # The code of each warpgroup is its own: places in shared memory that depended on the
-            # warpgroup would take the registers of the sums.
+            # Each warpgroup gets its own code: shared-memory addresses that depended on the
+            # warpgroup would take the registers of the accumulators.
             for number in range(WARPGROUPS):
                 query_gradient = QueryGradient(
                     config=config, memory=memory, wg=number, interpret=self.interpret
@@ -65,7 +66,7 @@ class BackwardCta:
                 @pl.when(wg == number)
                 def _(consumer: BackwardConsumer = consumer) -> None:
                     done = each(False, consumer.tile, jnp.int32(0))
-                    # A thread that waits on a barrier has to see each of its completions.
+                    # A thread that waits on a barrier must observe each of its completions.
                     consumer.query_gradient.await_room(done)
                     plgpu.wait_smem_to_gmem(0)
 
@@ -85,7 +86,7 @@ class BackwardCta:
     def each_tile(
         self, ranges: Any, drawn: Any, memory: BackwardSmem, draws: bool, do: Any, carry: Any
     ) -> Any:
-        """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
+        """Runs carry = do(tile, carry) for each tile of the CTA; one warpgroup draws the tiles."""
         block = lax.axis_index("block")
         run = lambda item, carry: do(self.tiles.at(item, ranges), carry)  # noqa: E731
         if self.items == self.blocks:

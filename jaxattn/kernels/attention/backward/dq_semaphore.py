@@ -1,8 +1,8 @@
-"""The semaphore of dQ: blocks add to its sum in global memory in the same order in every run.
+"""The semaphore of dQ: CTAs add to dQ in global memory in the same order in every run.
 
-A word of global memory says whose turn it is. Who has waited for its number adds by TMA, and when
-its copies have reached global memory it lets the next number in. The word needs no fences: TMA adds
-in L2, and who comes next reads nothing.
+A word in global memory holds the number of the tile whose turn it is. The CTA that has waited for
+its number adds by TMA, and passes the turn when its copies have reached global memory. The word
+needs no fences, because TMA adds in L2 and the next CTA reads nothing.
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ WAIT = (
 
 
 def await_turn(turn: Any, number: jax.Array) -> None:
-    """Waits until the word int32 [1] is the number. From then on it stays so until who has the
-    number passes the turn."""
+    """Waits until the word int32 [1] equals the number. The word then keeps this value until the
+    holder of the number passes the turn."""
 
     def wait(_: Any, turn: Any, number: Any) -> None:
         asm(WAIT, [], [pointer(turn, word(0)), single(number)], "l,r,~{memory}", convergent=True)
@@ -31,8 +31,8 @@ def await_turn(turn: Any, number: jax.Array) -> None:
 
 
 def pass_turn(turn: Any) -> None:
-    """Lets the next number in. Each thread of the warpgroup has waited for its copies before, and
-    for the others."""
+    """Passes the turn to the next number. Before that, each thread of the warpgroup must have
+    waited for its own copies and for the other threads."""
 
     def give(_: Any, turn: Any) -> None:
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):

@@ -1,4 +1,4 @@
-"""The steps of `attention_backward` in the interpreter."""
+"""The steps of `attention_backward` in the Pallas interpreter."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ from jaxattn.kernels.attention.backward.tile_scheduler import KeyTile
 
 
 class InterpretedBackwardConsumer(BackwardConsumer):
-    """JAX 0.11.2's interpreter has no wgmma with operands in registers, and no sums that go on."""
+    """A consumer without what the interpreter of JAX 0.11.2 lacks: wgmma with register operands,
+    and accumulators that continue."""
 
     def begin(self, number: jax.Array) -> Any:
         del number
@@ -46,7 +47,7 @@ class InterpretedBackwardConsumer(BackwardConsumer):
         dv = added(grads.values, p, memory.outputs.at[outputs], config.values)
         self.write_scores(ds, i)
         dk = added(grads.keys, ds, memory.queries.at[slot], config.dims)
-        plgpu.commit_smem()  # they are read as wgmma does not, before TMA writes over them
+        plgpu.commit_smem()  # plain loads, unlike wgmma, must end before TMA overwrites
         plgpu.barrier_arrive(memory.outputs_read.at[outputs])
         plgpu.barrier_arrive(memory.queries_read.at[slot])
         plgpu.barrier_wait(memory.scores_written.at[0])

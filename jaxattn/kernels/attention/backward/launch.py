@@ -1,16 +1,16 @@
-"""Gradients of causal attention: one launch that gives dq, dk and dv, and the same bits every time.
+"""Gradients of causal attention: one launch computes dq, dk and dv, with the same bits every time.
 
-A block takes 128 keys of a key-value head, keeps their dK and dV in registers, and walks over all
-queries that see them, of all query heads of the group. Each step's part of dQ is added to global
-memory in float32, the tiles of keys in their order. mainloop.py says how, tile_scheduler.py which
-tiles a block takes, dq_semaphore.py who adds when, and smem.py has the numbers for each width.
+A CTA takes a tile of at most 128 keys of a key-value head and keeps their dK and dV in registers.
+Its mainloop runs over all queries that see these keys, of all query heads of the group. Each step's
+part of dQ is added to global memory in float32, in the order of the key tiles. The products are in
+mainloop.py, the assignment of tiles to CTAs in tile_scheduler.py, the order of the additions in
+dq_semaphore.py, and the tile configurations in smem.py.
 
 Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 and 256; all operands
-bfloat16 or all float16; any T, heads, group and number of rows. Memory beside the results: dq in
-float32.
+bfloat16 or all float16; any T, heads, group and number of rows. Scratch memory: dq in float32.
 Reference: the gradient of `jaxattn.gqa.gqa_attention` and `jaxattn.mla.causal_attention`
-(implementation="xla"); tests: tests/kernels/attention/test_backward.py, and of the ops on a GPU
-test_op_gradients.py beside it.
+(implementation="xla"); tests: tests/kernels/attention/test_backward.py, and for the ops on a GPU
+test_op_gradients.py next to it.
 """
 
 from typing import Any, NamedTuple
@@ -37,11 +37,12 @@ SEES_NOTHING = 1e30  # the LSE, in powers of 2, of a query without keys: its wei
 
 
 class AttentionGrads(NamedTuple):
-    """
+    """The gradients of q, k and v.
+
     Attributes:
         dq: [B, T, H, D].
         dk: [B, T, Hk, D], or without the dims that all heads share.
-        dk_rest: [B, T, P] of those, float32, or None.
+        dk_rest: float32 [B, T, P], the gradient of the shared dims, or None.
         dv: [B, T, Hk, Dv].
     """
 
@@ -68,18 +69,18 @@ def attention_backward(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> AttentionGrads:
-    """Gradients of attention in which token t sees the keys from first[t] to t.
+    """Returns the gradients of attention in which token t sees the keys from first[t] to t.
 
     Args:
-        q: [B, T, H, D] bfloat16 or float16, as k, k_rest, v and grads; all of them, and the
-            others, finite past a row's length, and grads and delta 0 there.
+        q: [B, T, H, D] bfloat16 or float16, the dtype also of k, k_rest, v and grads. All arrays
+            must be finite past a row's length, and grads and delta must be 0 there.
         k, v: [B, T, Hk, D] and [B, T, Hk, Dv].
-        grads: [B, T, H, Dv], of the output.
-        lse: float32 [B, T, H], natural logarithm, -inf for a query that sees nothing.
+        grads: [B, T, H, Dv], the gradient of the output.
+        lse: float32 [B, T, H], natural logarithm, -inf for a query that sees no key.
         delta: float32 [B, T, H], sum(grads * output) - (the gradient of the lse).
-        lengths: int32 [B], tokens of each row.
-        k_rest: [B, T, P], the last of the keys' dims where all heads share them; k then has D - P.
-        first: int32 [B, T] or [1, T], not decreasing in a row; None: all see key 0.
+        lengths: int32 [B], the tokens of each row.
+        k_rest: [B, T, P], the last dims of the keys where all heads share them; k then has D - P.
+        first: int32 [B, T] or [1, T], not decreasing in a row; None: all queries see key 0.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads, values, dtype = v.shape[2], v.shape[3], q.dtype
@@ -88,7 +89,8 @@ def attention_backward(
     steps = -(-tokens // config.queries)
     whole = steps * config.queries
     lse = jnp.where(lse == -jnp.inf, SEES_NOTHING, lse * LOG2E)
-    # The sums of delta before they are transposed: XLA would take one number at a time for both.
+    # The barrier makes XLA reduce delta before it transposes: it would otherwise load one number at
+    # a time for both.
     delta = lax.optimization_barrier(delta)
     stats = jnp.pad(
         jnp.stack([lse, delta], axis=1), ((0, 0), (0, 0), (0, whole - tokens), (0, 0))
@@ -156,11 +158,11 @@ def attention_backward(
 
 
 def _resident_blocks() -> int:
-    """Blocks that run at one time, one on each multiprocessor. With more of them a block might wait
-    for the turn of one that does not run."""
+    """Returns the number of CTAs that run at one time, one per multiprocessor. With more CTAs, one
+    might wait for the turn of another that does not run."""
     return min(NUM_SMS, getattr(jax.devices()[0], "core_count", NUM_SMS))
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
+    """Pads with zeros to a multiple of 8 tokens: a copy, unless T is already a multiple."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

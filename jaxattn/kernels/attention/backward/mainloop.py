@@ -1,12 +1,13 @@
-"""The warpgroups of `attention_backward` that compute: a tile of keys against all of its queries.
+"""The consumer warpgroups of `attention_backward`: a tile of keys against all of its queries.
 
     S = K Q^T         P = exp2(S - lse)             dV += P dO
     dP = V dO^T       dS = P (dP - delta)           dK += dS Q         dQ += dS^T K
 
-A warpgroup has the rows of 64 keys, and keeps its sums of dK and dV in registers; P and dS go from
-registers to the tensor cores. Both warpgroups' dS meet in shared memory, where each takes its share
-of the step's dQ from; query_gradient.py has that added up. While a step's dQ leaves the registers,
-the tensor cores have the next step's scores to do, and during its exponentials dP.
+A warpgroup owns the rows of 64 keys, or half of the dims, and keeps its accumulators of dK and dV
+in registers. P and dS are register operands of wgmma. Both warpgroups also write dS to shared
+memory, from which each computes its share of the step's dQ; query_gradient.py has it added up.
+While a step's dQ leaves the registers, the tensor cores compute the next step's scores, and during
+its exponentials dP.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ COLUMN = TILE.reduce(0)
 
 
 class KeyTileGrads(NamedTuple):
-    """A warpgroup's sums: float32 [64, 64] of each of its pieces."""
+    """A warpgroup's accumulators, float32 [64, 64] for each of its pieces."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
@@ -38,11 +39,11 @@ class KeyTileGrads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyTileOutputs:
-    """Where the gradients of keys and values go.
+    """The output refs of the gradients of keys and values.
 
     Attributes:
         dk, dv: [B, T, Hk, Dk] and [B, T, Hk, Dv].
-        dk_rest: [B, T, Hk, P], of the last of the keys' dims, where dk lacks them.
+        dk_rest: [B, T, Hk, P], the last dims of the keys' gradient where dk lacks them.
     """
 
     dk: Any
@@ -52,7 +53,7 @@ class KeyTileOutputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardConsumer:
-    """One warpgroup of those that compute."""
+    """One consumer warpgroup."""
 
     config: BackwardTileConfig
     tiles: BackwardTileScheduler
@@ -67,11 +68,11 @@ class BackwardConsumer:
 
     @property
     def rows(self) -> Any:
-        """Of the tile's keys, this warpgroup's."""
+        """This warpgroup's slice of the tile's keys."""
         return pl.ds(0 if self.config.by_dims else self.wg * ROWS, ROWS)
 
     def own(self, dims: int) -> list[int]:
-        """The numbers of this warpgroup's pieces of dk or dv."""
+        """The indices of this warpgroup's pieces of dk or dv."""
         count = self.config.own_pieces(dims)
         return [self.wg * count + i if self.config.by_dims else i for i in range(count)]
 
@@ -90,8 +91,8 @@ class BackwardConsumer:
         return lax.rem(number, jnp.int32(self.config.output_stages))
 
     def multiply(self, acc: Any, left: Any, right: Any) -> int:
-        """acc += left right^T, piece by piece, of this warpgroup's rows of keys or values; returns
-        the number of products."""
+        """Issues acc += left right^T, piece by piece, for this warpgroup's rows of keys or values.
+        Returns the number of wgmmas."""
         for piece in range(left.shape[0]):
             plgpu.wgmma(acc, left.at[piece, self.rows], right.at[piece].transpose((1, 0)))
         return left.shape[0]
@@ -105,7 +106,8 @@ class BackwardConsumer:
         return self.multiply(acc, values, self.memory.outputs.at[self.output_slot(number)])
 
     def add(self, accs: Any, before: Any, left: Any, right: Any, dims: int) -> int:
-        """accs = before + left right, of this warpgroup's pieces of `right`."""
+        """Issues accs = before + left right for this warpgroup's pieces of `right`. Returns the
+        number of wgmmas."""
         for acc, sums, piece in zip(accs, before, self.own(dims), strict=True):
             acc[...] = sums
             plgpu.wgmma(acc, left, right.at[piece])
@@ -114,7 +116,8 @@ class BackwardConsumer:
     def weights(
         self, products: jax.Array, tile: KeyTile, m: jax.Array, slot: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """As `ScoreGradient.weights` in the operands' dtype, 0 where a query does not see a key."""
+        """Returns `ScoreGradient.weights` in the operands' dtype, 0 where a query does not see a
+        key."""
         lse = plgpu.load(self.memory.row_stats.at[slot, 0], layout=COLUMN)
         p, slope = self.scores.weights(products, lse)
         shape, config = p.shape, self.config
@@ -136,27 +139,28 @@ class BackwardConsumer:
         return p.astype(self.dtype), slope
 
     def gradient(self, p: jax.Array, slope: jax.Array | None, products: jax.Array) -> jax.Array:
-        """dS of P, as it is multiplied, and dP - delta."""
+        """Returns dS, in the dtype of the operands, from P and `products`, which hold dP -
+        delta."""
         grads = products * p.astype(jnp.float32)
         grads = grads if slope is None else grads * slope
         return grads.astype(self.dtype)
 
     def begin_values(self, slot: jax.Array) -> jax.Array:
-        """-delta: what a step's sums of dP begin with."""
+        """Returns -delta, the initial value of a step's accumulator of dP."""
         delta = plgpu.load(self.memory.row_stats.at[slot, 1], layout=COLUMN)
         return lax.broadcast_in_dim(-delta, (ROWS, self.config.queries), [1])
 
     def write_scores(self, grads: jax.Array, i: jax.Array) -> None:
-        """dS to shared memory, where both warpgroups find the whole tile's."""
+        """Writes dS to shared memory, where both warpgroups find that of the whole tile."""
         memory = self.memory
         pl.when(i > 0)(lambda: plgpu.barrier_wait(memory.scores_read.at[0]))
-        if not self.config.by_dims or self.wg == 0:  # of dims both have the same
+        if not self.config.by_dims or self.wg == 0:  # `by_dims`: both have the same
             memory.scores.at[0, self.rows][...] = grads
         fence_proxy_async(interpret=self.interpret)
         plgpu.barrier_arrive(memory.scores_written.at[0])
 
     def scopes(self) -> tuple[Any, ...]:
-        """Of a step's products: dP, S, and the pieces of dV and of dK, and a part of dQ."""
+        """The accumulators of a step: dP, S, the pieces of dV and of dK, and a part of dQ."""
         square, piece = (
             plgpu.ACC((ROWS, columns), jnp.float32) for columns in (self.config.queries, DIMS)
         )
@@ -165,7 +169,7 @@ class BackwardConsumer:
         return square, square, *sums, piece
 
     def begin(self, number: jax.Array) -> Any:
-        """Before a tile's first step: its scores."""
+        """Computes the scores of a tile's first step."""
         plgpu.barrier_wait(self.memory.queries_loaded.at[self.slot(number)])
 
         def product(acc: Any) -> jax.Array:
@@ -175,14 +179,14 @@ class BackwardConsumer:
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.queries), jnp.float32))
 
     def end(self, number: jax.Array, grads: KeyTileGrads) -> KeyTileGrads:
-        """The sums after a tile's last step."""
+        """Returns the accumulators after a tile's last step."""
         del number
         return grads
 
     def step(
         self, tile: KeyTile, done: jax.Array, i: jax.Array, carry: tuple[KeyTileGrads, Any]
     ) -> tuple[KeyTileGrads, Any]:
-        """Step i, whose scores the carry has; the next one's are begun."""
+        """Runs step i, whose scores are in the carry, and issues the next step's scores."""
         memory, config, (grads, scores) = self.memory, self.config, carry
         number = done + i
         slot, outputs = self.slot(number), self.output_slot(number)
@@ -203,7 +207,7 @@ class BackwardConsumer:
             plgpu.barrier_arrive(memory.outputs_read.at[outputs])
             plgpu.barrier_wait(memory.scores_written.at[0])
             self.query_gradient.multiply(dq_acc, number, first[0])
-            # Of the last step: its own scores again, which nobody reads.
+            # The last step issues its own scores again, which nobody reads.
             following = jnp.where(last, number, number + 1)
             loaded = memory.queries_loaded.at[self.slot(following)]
             pl.when(jnp.logical_not(last))(lambda: plgpu.barrier_wait(loaded))
@@ -223,7 +227,7 @@ class BackwardConsumer:
         return carry
 
     def tile(self, tile: KeyTile, done: jax.Array) -> jax.Array:
-        """All of a tile; `done` counts the steps."""
+        """Runs the mainloop and epilogue of a tile; `done` counts the steps before it."""
         memory, steps = self.memory, self.tiles.steps(tile)
         plgpu.barrier_wait(memory.tile_loaded.at[0])
 
@@ -233,14 +237,14 @@ class BackwardConsumer:
             step = functools.partial(self.step, tile, done)
             grads, _ = lax.fori_loop(0, steps, step, carry)
             grads = self.end(done + steps - 1, grads)
-            plgpu.barrier_wait(memory.scores_read.at[0])  # and all keys
+            plgpu.barrier_wait(memory.scores_read.at[0])  # both warpgroups have read all keys too
             self.write(tile, grads)
 
         pl.when(steps == 0)(lambda: self.write(tile, self.zeros()))
         return done + steps
 
     def write(self, tile: KeyTile, grads: KeyTileGrads) -> None:
-        """dK and dV, through the shared memory of the keys and values."""
+        """Stores dK and dV, staged in the shared memory of the keys and values."""
         memory, config, outputs = self.memory, self.config, self.outputs
         scaled = tuple(x * self.scores.scale for x in grads.keys)
         kinds = (

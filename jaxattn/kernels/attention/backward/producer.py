@@ -1,5 +1,5 @@
-"""The warpgroup of `attention_backward` that loads: tiles of keys and values, and of each step the
-queries and the output's gradients. Between loads it has dQ stored."""
+"""The producer warpgroup of `attention_backward`: it loads tiles of keys and values, and for each
+step the queries and the output's gradients. Between loads it has dQ stored."""
 
 import dataclasses
 import functools
@@ -18,14 +18,14 @@ from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileSchedu
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardSources:
-    """Where the operands lie.
+    """The refs of the operands in global memory.
 
     Attributes:
         q: [B, T, H, D].
         k, v: [B, T, Hk, D] and [B, T, Hk, Dv].
-        k_rest: [B, T, P], the last of the keys' dims where all heads share them, or None.
-        grads: [B, T, H, Dv] of the output.
-        stats: float32 [B, H, 2, whole steps].
+        k_rest: [B, T, P], the last dims of the keys where all heads share them, or None.
+        grads: [B, T, H, Dv], the gradient of the output.
+        stats: float32 [B, H, 2, whole steps], the LSE and delta.
     """
 
     q: Any
@@ -38,7 +38,7 @@ class BackwardSources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardProducer:
-    """Walks over a block's tiles ahead of the warpgroups that compute."""
+    """The loop over a CTA's tiles, ahead of the consumer warpgroups."""
 
     config: BackwardTileConfig
     tiles: BackwardTileScheduler
@@ -62,20 +62,20 @@ class BackwardProducer:
 
         @pl.loop(0, jnp.where(steps > 0, steps + stages, 0))
         def _(i: jax.Array) -> None:
-            # dQ of the step whose place in shared memory is loaded next.
+            # The dQ of the step whose pipeline stage is loaded next.
             before = i - stages
             load = functools.partial(self._step, tile, done, i)
             pl.when(before >= 0)(lambda: self.storer.begin(tile, before))
             if not config.shared_places:
                 pl.when(i < steps)(load)
             pl.when(before >= 0)(lambda: self.storer.end(tile, before))
-            if config.shared_places:  # what computes waits there before it reads what was loaded
+            if config.shared_places:  # the consumers wait there before they read what was loaded
                 pl.when(i < steps)(load)
 
         return done + steps, loaded + 1
 
     def _copy(self, source: Any, to: Any, there: Any, rest: Any = None) -> None:
-        """Starts the copies of all pieces; `rest` has the last."""
+        """Starts the copies of all pieces; `rest` holds the last ones."""
         for piece in range(to.shape[0]):
             begin, ref = piece * DIMS, source
             if begin >= source.shape[1]:
@@ -103,7 +103,8 @@ class BackwardProducer:
         self._copy(sources.grads.at[tile.row, at, head], memory.outputs.at[slot], there)
 
     def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
-        """A thread that waits on a barrier has to see each of its completions."""
+        """Waits for the remaining completions: a thread that waits on a barrier must observe each
+        one."""
         done, loaded = carry
         memory, config = self.memory, self.config
         rings = (memory.queries_read, config.stages), (memory.outputs_read, config.output_stages)

@@ -1,4 +1,4 @@
-"""dQ of a step: each warpgroup's parts of dS^T K, and their way into one sum in global memory."""
+"""The dQ of a step: each warpgroup's parts of dS^T K, and their sum in global memory."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from jaxattn.kernels.hopper.instructions import fence_proxy_async
 
 
 def again(number: jax.Array) -> jax.Array:
-    """0, of which the compiler does not know that it is the same in each step. What wgmma wants to
-    know of an operand would else be made before the loop, and fill the registers."""
+    """Returns 0, without the compiler knowing that it is the same in each step. The compiler would
+    otherwise compute the wgmma descriptors before the loop and fill the registers with them."""
     return lax.shift_right_logical(number, jnp.int32(30))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryGradient:
-    """What a warpgroup adds to dQ. `QueryGradientStorer` takes it to global memory."""
+    """A warpgroup's contribution to dQ, which `QueryGradientStorer` takes to global memory."""
 
     config: BackwardTileConfig
     memory: BackwardSmem
@@ -38,34 +38,36 @@ class QueryGradient:
     interpret: bool
 
     def parts(self, i: jax.Array) -> list[tuple[int, jax.Array | None]]:
-        """This warpgroup's parts of step i's dQ, and whether it has them; None is always."""
+        """Returns this warpgroup's parts of step i's dQ, each with a predicate; None means
+        always."""
         count = self.config.parts
         even = count // WARPGROUPS
         mine: list[tuple[int, jax.Array | None]]
         mine = [(self.wg * even + j, None) for j in range(even)]
-        if count % WARPGROUPS:  # the odd one in turns
+        if count % WARPGROUPS:  # the warpgroups alternate on the odd part
             mine.append((count - 1, lax.rem(i, jnp.int32(WARPGROUPS)) == self.wg))
         return mine
 
     def multiply(self, acc: Any, number: jax.Array, part: int) -> None:
-        """A part of dQ: dS^T K."""
+        """Issues a part of dQ: dS^T K."""
         rows, piece = divmod(part, self.config.pieces(self.config.dims))
         same = again(number)
         scores = self.memory.scores.at[same, :, pl.ds(rows * ROWS, ROWS)]
         plgpu.wgmma(acc, scores.transpose((1, 0)), self.memory.keys.at[same, piece])
 
     def add(self, part: int, x: jax.Array) -> None:
-        """Hands over a part of a step's dQ. Its place must have been waited for."""
+        """Hands over a part of a step's dQ. The caller has waited for its place in shared
+        memory."""
         at = place_in_smem(self.config, part)
         self.memory.query_grads.at[at][...] = x
         fence_proxy_async(interpret=self.interpret)
         plgpu.barrier_arrive(self.memory.query_grads_written.at[at])
 
     def await_room(self, number: jax.Array) -> None:
-        """Waits until the parts of the step before have left the places that this warpgroup uses.
+        """Waits until the previous step's parts have left the places that this warpgroup uses.
 
-        Both warpgroups wait for a place that they use in turns, before the step's first part is
-        handed over: a thread has to see each completion of a barrier before the next one.
+        Both warpgroups wait for a place that they use in turns, before either hands over the step's
+        first part. A thread must observe each completion of a barrier before the next one.
         """
         places = {place_in_smem(self.config, part) for part, _ in self.parts(number)}
 
@@ -75,7 +77,7 @@ class QueryGradient:
                 plgpu.barrier_wait(self.memory.query_grads_read.at[at])
 
     def add_others(self, number: jax.Array, i: jax.Array) -> None:
-        """Multiplies and adds this warpgroup's parts of step i's dQ but for the first."""
+        """Multiplies and hands over this warpgroup's parts of step i's dQ except the first."""
         (first, _), *others = self.parts(i)
 
         def add(part: int) -> None:
@@ -98,19 +100,19 @@ class QueryGradient:
 
 
 def place_in_smem(config: BackwardTileConfig, part: int) -> int:
-    """Where a part of dQ leaves shared memory from."""
+    """The index of the shared-memory place from which a part of dQ is stored."""
     return next(at for at, parts in enumerate(config.places) if part in parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryGradientStorer:
-    """Adds parts of dQ to global memory, each tile's in its turn, for the warpgroup that loads.
+    """Adds parts of dQ to global memory on the producer warpgroup, each key tile in its turn.
 
     Attributes:
         dq: float32 [B, whole steps, H, D].
-        turns: int32 [B, H, M, parts], whose turn it is to add to a part of dq.
-        from_zero: whether all queries see key 0. The first tile's part is stored then, and the
-            others' are added; else all are added to zeros.
+        turns: int32 [B, H, M, parts], the tile whose turn it is to add to a part of dq.
+        from_zero: Whether all queries see key 0. If so, the first tile stores its part and the
+            other tiles add to it; otherwise all tiles add to zeros.
     """
 
     config: BackwardTileConfig
@@ -122,12 +124,14 @@ class QueryGradientStorer:
     interpret: bool
 
     def begin(self, tile: KeyTile, i: jax.Array) -> None:
-        """Begins to add the first part of each place, once the tiles of keys before have."""
+        """Begins to add the first part of each place, after the tiles of earlier keys have added
+        theirs."""
         for parts in self.config.places:
             self.add(tile, i, parts[0])
 
     def end(self, tile: KeyTile, i: jax.Array) -> None:
-        """Adds the others, and lets the next tile in when all are in global memory."""
+        """Adds the other parts, and passes the turns to the next tile when all are in global
+        memory."""
         places = self.config.places
         self.free(places)
         for n in range(1, max(map(len, places))):
@@ -149,7 +153,7 @@ class QueryGradientStorer:
         place = self.dq.at[tile.row, queries, head, pl.ds(piece * DIMS, DIMS)]
         stores = tile.number == 0 if self.from_zero else None
         plgpu.barrier_wait(self.memory.query_grads_written.at[at])
-        if self.interpret:  # one block, which has all turns
+        if self.interpret:  # the interpreter runs one CTA, which has all turns
             before = place[...]
             place[...] = stage[...] + (before if stores is None else jnp.where(stores, 0, before))
             plgpu.commit_smem()
@@ -163,13 +167,13 @@ class QueryGradientStorer:
             pl.when(jnp.logical_not(stores))(add)
 
     def free(self, places: tuple[tuple[int, ...], ...]) -> None:
-        """Gives places back when their parts have been read."""
+        """Frees the places when TMA has read their parts."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for parts in places:
             at = place_in_smem(self.config, parts[0])
             plgpu.barrier_arrive(self.memory.query_grads_read.at[at])
 
     def turn_of(self, tile: KeyTile, i: jax.Array, part: int) -> Any:
-        """The word that says whose turn it is to add to a part of step i's dQ."""
+        """The semaphore word of a part of step i's dQ."""
         head, m = self.tiles.step(tile, i)
         return self.turns.at[tile.row, head, m, pl.ds(part, 1)]

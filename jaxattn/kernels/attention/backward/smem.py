@@ -1,4 +1,4 @@
-"""Tile configurations of `attention_backward` for each width, and its shared memory."""
+"""The tile configuration of `attention_backward` for each width, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,27 +10,27 @@ from jaxattn.kernels.attention.work_queue import scratch as queue_scratch
 from jaxattn.kernels.hopper.instructions import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-ROWS = 64  # rows of a product of a warpgroup
+ROWS = 64  # rows of one warpgroup's product
 DIMS = 64  # dims of a piece, as wide as wgmma's tiles in shared memory
-WARPGROUPS = 2  # that compute; one more loads and stores
+WARPGROUPS = 2  # consumer warpgroups; one more loads and stores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTileConfig:
-    """How the kernel is cut.
+    """The tile sizes, pipeline stages and registers of the kernel.
 
     Attributes:
-        dims, values: of a query and of a value, multiples of 64.
-        keys: of a tile. With 128 each warpgroup has 64 of them; with 64 both have all, and half of
-            the dims of dk and dv each.
-        queries: of a step.
-        stages, output_stages: steps whose queries, and output gradients, are in shared memory or on
-            their way.
-        ahead: whether a step begins the next one's scores, or ends the last one's dK: with fewer
-            registers.
-        compute_registers, memory_registers: of a thread; 504 of all three warpgroups together.
-        blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
-        heads_together: key-value heads that are worked on at one time, at most. They share the L2.
+        dims, values: Dims of a query and of a value, multiples of 64.
+        keys: Keys of a tile. With 128 each warpgroup owns 64 of them; with 64 both have all keys,
+            and each owns half of the dims of dk and dv.
+        queries: Queries of a step.
+        stages, output_stages: Pipeline stages of the queries, and of the output gradients.
+        ahead: Whether a step issues the next step's scores. If not, it finishes the last step's dK,
+            which takes fewer registers.
+        compute_registers, memory_registers: Registers per thread of a consumer and of the producer;
+            the three warpgroups have 504 together.
+        blocks: Resident CTAs, each taking many tiles; None: one per multiprocessor.
+        heads_together: The most key-value heads that are worked on at one time. They share the L2.
     """
 
     dims: int
@@ -47,24 +47,24 @@ class BackwardTileConfig:
 
     @property
     def by_dims(self) -> bool:
-        """Whether the warpgroups share the dims of dk and dv, and not the keys."""
+        """Whether the warpgroups divide the dims of dk and dv, and not the keys."""
         return self.keys == ROWS
 
     def pieces(self, dims: int) -> int:
         return dims // DIMS
 
     def own_pieces(self, dims: int) -> int:
-        """Pieces of dk or dv that a warpgroup sums."""
+        """The number of pieces of dk or dv that a warpgroup accumulates."""
         return self.pieces(dims) // (WARPGROUPS if self.by_dims else 1)
 
     @property
     def parts(self) -> int:
-        """Parts of a step's dq, 64 queries and 64 dims each."""
+        """The number of parts of a step's dq, 64 queries and 64 dims each."""
         return self.pieces(self.dims) * self.queries // ROWS
 
     @property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """The parts that leave by each place in shared memory, one after another."""
+        """For each place in shared memory, the parts that leave through it, one after another."""
         even = self.parts // WARPGROUPS
         if even == 1:
             return tuple((part,) for part in range(self.parts))
@@ -72,11 +72,11 @@ class BackwardTileConfig:
 
     @property
     def shared_places(self) -> bool:
-        """Whether a step's parts wait for one another."""
+        """Whether several parts of a step use one place, so that they wait for one another."""
         return self.parts > len(self.places)
 
 
-# (dims of a query, of a value): widths that the kernel has.
+# (dims of a query, of a value) -> configuration: the widths that the kernel supports.
 CONFIGS = {
     (64, 64): BackwardTileConfig(dims=64, values=64, queries=128),
     (128, 128): BackwardTileConfig(dims=128, values=128),
@@ -86,19 +86,20 @@ CONFIGS = {
 
 
 class BackwardSmem(NamedTuple):
-    """A block's shared memory and barriers; s is a stage.
+    """A CTA's shared memory and barriers; s is a pipeline stage.
 
     Attributes:
-        keys, values: [1, pieces, keys, 64], the tile's; on their way out, its dk and dv.
-        queries, outputs: [s, pieces, queries, 64], the latter gradients of the output.
+        keys, values: [1, pieces, keys, 64], the tile's keys and values; in the epilogue, its dk and
+            dv.
+        queries, outputs: [s, pieces, queries, 64], the queries and the gradients of the output.
         row_stats: float32 [s, 2, queries], LSE and delta of each query.
         scores: [1, keys, queries], gradients of the scores.
         query_grads: float32 [places, 64, 64], parts of dq on their way out.
-        tile_loaded, queries_loaded, outputs_loaded: what has come.
-        tile_read, queries_read, outputs_read: what may be overwritten.
-        scores_written, scores_read: by both warpgroups.
-        query_grads_written, query_grads_read: of each place.
-        queue: of `WorkQueue`.
+        tile_loaded, queries_loaded, outputs_loaded: Full barriers of these buffers.
+        tile_read, queries_read, outputs_read: Empty barriers: the buffer may be overwritten.
+        scores_written, scores_read: Arrived at by both warpgroups.
+        query_grads_written, query_grads_read: One barrier for each place.
+        queue: The refs of `WorkQueue`.
     """
 
     keys: Any
@@ -122,7 +123,7 @@ class BackwardSmem(NamedTuple):
 
 
 def scratch_types(config: BackwardTileConfig, dtype: Any) -> BackwardSmem:
-    """Types of a `BackwardSmem`."""
+    """Returns the scratch types of a `BackwardSmem`."""
     stages, outputs, queries = config.stages, config.output_stages, config.queries
     places = len(config.places)
     key_pieces, value_pieces = (config.pieces(dims) for dims in (config.dims, config.values))

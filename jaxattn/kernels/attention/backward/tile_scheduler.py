@@ -1,8 +1,9 @@
-"""The tiles of keys that blocks of `attention_backward` take, and the queries each walks over.
+"""The tile scheduler of `attention_backward`: key tiles of CTAs, and the queries of each tile.
 
-A tile's queries come from the last to the first, and the tiles of a head from the first keys to the
-last. So the longest tiles come first, and a head's tiles that run at one time are at about the same
-queries: their loads meet in L2, and each adds to a query's gradient just behind the tile before it.
+The mainloop takes a tile's queries from the last to the first, and CTAs take a head's tiles from
+the first keys to the last. So the longest tiles come first, and a head's concurrent tiles are at
+about the same queries. Their loads meet in L2, and each tile adds to a query's gradient shortly
+after the tile before it.
 """
 
 import dataclasses
@@ -16,13 +17,14 @@ from jaxattn.kernels.attention.backward.smem import BackwardTileConfig
 
 
 class KeyTile(NamedTuple):
-    """Keys of a key-value head and the steps of queries that see them.
+    """A tile of keys of one key-value head, and the steps of queries that see them.
 
     Attributes:
-        row, head, number: of the batch; of keys and values; of the tile among the head's.
-        end: of its steps' tiles of queries, without.
-        full: the tile of queries from which on a query may not see the tile's first keys.
-        per_head: steps of a query head.
+        row, head, number: The row of the batch, the key-value head, and the index of the tile
+            within the head.
+        end: The end (exclusive) of the query tiles of its steps.
+        full: The query tile from which on a query may not see the tile's first keys.
+        per_head: Steps per query head.
     """
 
     row: jax.Array
@@ -34,11 +36,11 @@ class KeyTile(NamedTuple):
 
 
 class BackwardRanges(NamedTuple):
-    """What decides which queries see which keys.
+    """The arrays that decide which queries see which keys.
 
     Attributes:
         tiles: int32 [B, N, 2], `KeyTile.end` and `full` of each tile.
-        turns: int32 [B, M], the first tile of keys that each tile of queries sees.
+        turns: int32 [B, M], the first key tile that each query tile sees.
         first: int32 [B, M * queries], the first key that each query sees; None: all see key 0.
     """
 
@@ -50,7 +52,7 @@ class BackwardRanges(NamedTuple):
 def ranges_of(
     lengths: jax.Array, first: jax.Array | None, tokens: int, config: BackwardTileConfig
 ) -> BackwardRanges:
-    """The ranges of rows of so many tokens, whose token t sees keys from first[t] to t.
+    """Returns the ranges of rows of `tokens` tokens, whose token t sees keys from first[t] to t.
 
     Args:
         lengths: int32 [B].
@@ -66,7 +68,8 @@ def ranges_of(
         turns = jnp.zeros((lengths.shape[0], steps), jnp.int32)
     else:
         first = jnp.where(jnp.arange(tokens) < lengths[:, None], first, jnp.int32(2**30))
-        # How many queries may see each tile's last key and its first one, or one before it.
+        # The number of queries that may see each tile's last key, and its first one or one before
+        # it.
         seen, full = (
             (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
             for key in (begins + keys - 1, begins)
@@ -80,14 +83,14 @@ def ranges_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTileScheduler:
-    """The line of tiles.
+    """The order of all key tiles.
 
     Attributes:
-        keys, queries: of a tile and of a step.
-        count: tiles of a key-value head.
-        heads: key-value heads.
-        group: query heads of each.
-        together: key-value heads, of all rows, that are worked on at one time; a divisor of
+        keys, queries: Keys of a tile and queries of a step.
+        count: Tiles per key-value head.
+        heads: Key-value heads.
+        group: Query heads per key-value head.
+        together: Key-value heads, of all rows, that are worked on at one time; a divisor of
             rows * heads.
     """
 
@@ -99,7 +102,7 @@ class BackwardTileScheduler:
     together: int
 
     def at(self, item: jax.Array, tiles_ref: Any) -> KeyTile:
-        """The line's tile at a place."""
+        """The tile at position `item` of the order."""
         outer, inner = (f(item, jnp.int32(self.count * self.together)) for f in (lax.div, lax.rem))
         number, place = (f(inner, jnp.int32(self.together)) for f in (lax.div, lax.rem))
         row, head = (
@@ -113,14 +116,15 @@ class BackwardTileScheduler:
         return tile.per_head * self.group
 
     def step(self, tile: KeyTile, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(query head, tile of queries) of the tile's i-th step."""
+        """The (query head, query tile) of the tile's i-th step."""
         if self.group == 1:
             return tile.head, tile.end - 1 - i
-        # The group's heads in turns: head by head, a short tile would wait for a long one at each.
+        # The steps alternate between the group's heads: head by head, a short tile would wait for a
+        # long one at each head.
         turn, place = (f(i, jnp.int32(self.group)) for f in (lax.div, lax.rem))
         return tile.head * self.group + place, tile.end - 1 - turn
 
     def masked(self, tile: KeyTile, m: jax.Array) -> jax.Array:
-        """Whether a query of tile m of queries does not see a key of the tile."""
+        """Whether some query of query tile m does not see some key of the tile."""
         behind = m * self.queries >= tile.number * self.keys + (self.keys - 1)
         return jnp.logical_not(behind & (m < tile.full))

@@ -1,4 +1,4 @@
-"""The steps of `attention_backward` of heads whose sums leave few registers."""
+"""The steps of `attention_backward` for heads whose accumulators leave few registers."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from jaxattn.kernels.hopper.instructions import fence_proxy_async, warpgroup_bar
 
 
 class WideBackwardConsumer(BackwardConsumer):
-    """Of heads whose sums leave registers for one product of the scores alone.
+    """A consumer whose accumulators leave registers for only one product of scores.
 
     A step begins with its own scores. During its exponentials the tensor cores add the last step's
     part of dK, whose dS they read from shared memory.
     """
 
     def begin(self, number: jax.Array) -> Any:
-        """Zeros in the place of dS: what the first step adds to dK."""
+        """Writes zeros to the buffer of dS: the first step adds them to dK."""
         del number
         mine = self.memory.scores.at[0, self.rows]
         mine[...] = plgpu.layout_cast(jnp.zeros(mine.shape, self.dtype), TILE)
@@ -29,7 +29,7 @@ class WideBackwardConsumer(BackwardConsumer):
         warpgroup_barrier(interpret=False)
 
     def add_keys(self, accs: Any, before: Any, number: jax.Array) -> int:
-        """A step's part of dK, out of shared memory."""
+        """Adds a step's part of dK, with dS read from shared memory."""
         scores = self.memory.scores.at[again(number), self.rows]
         queries = self.memory.queries.at[self.slot(number)]
         return self.add(accs, before, scores, queries, self.config.dims)
@@ -48,7 +48,7 @@ class WideBackwardConsumer(BackwardConsumer):
     ) -> tuple[KeyTileGrads, Any]:
         memory, config, (grads, _) = self.memory, self.config, carry
         number = done + i
-        # Before the first step there is nothing to add: zeros times any queries.
+        # The first step has no step before it: it multiplies zeros by any queries.
         before = jnp.where(i == 0, number, number - 1)
         slot, outputs = self.slot(number), self.output_slot(number)
         _, m = self.tiles.step(tile, i)
@@ -68,7 +68,7 @@ class WideBackwardConsumer(BackwardConsumer):
             read = memory.queries_read.at[self.slot(before)]
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(read))
             ds = self.gradient(p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=count))
-            warpgroup_barrier(interpret=False)  # all its warps' products have read the last dS
+            warpgroup_barrier(interpret=False)  # all warps' products have read the last dS
             self.write_scores(ds, i)
             plgpu.barrier_wait(memory.scores_written.at[0])
             self.query_gradient.multiply(dq_acc, number, first[0])

@@ -1,4 +1,4 @@
-"""Arrays and barriers of a block that makes the gradients of a chunk, by either rule."""
+"""Refs of a CTA that computes the gradients of a chunk, for the gated delta rule and for KDA."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from jaxattn.kernels.gdn.prefill.tiles import TILE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkGradientRefs:
-    """Operands and results, then shared memory and barriers."""
+    """The refs of operands and results, then of shared memory and barriers."""
 
     q_ref: Any
     k_ref: Any
@@ -20,21 +20,21 @@ class ChunkGradientRefs:
     do_ref: Any
     m_ref: Any
     vectors_ref: Any
-    states_ref: Any  # by head those that are not in the place of dQ and dK, or None
+    states_ref: Any  # by head, those that are not in the memory of dQ and dK, or None
     dstates_ref: Any
-    y_ref: Any  # Y, then dV
-    dq_ref: Any  # by head states, then dQ and dK
+    y_ref: Any  # Y, overwritten by dV
+    dq_ref: Any  # by head: states, overwritten by dQ and dK
     dk_ref: Any
     q_smem: Any
     k_smem: Any
     v_smem: Any
     do_smem: Any
     y_smem: Any
-    state_smem: Any  # S, then results or operands
+    state_smem: Any  # S, overwritten by results or operands
     dstate_smem: Any
     m_smem: Any
-    products_smem: Any  # of q and k with their gradients, of each half of the channels
-    first: Any  # what the first products read
+    products_smem: Any  # products of q and k with their gradients, for each half of the channels
+    first: Any  # the operands of the first products
     rest: Any
     met: Any
 

@@ -1,8 +1,8 @@
-"""Masks of a chunk's tokens that meet where halves of 2**level tokens do, as bits of operands.
+"""Masks of pairs of tokens whose smallest common block has halves of 2**level tokens, as operands.
 
-Rows and columns of [64, 64] are tokens. Of a pair of columns a register has both numbers, so that a
-mask of it is a word; and with row ^ column, which tells the smallest block that both are in, half
-of a thread's words are the same.
+Rows and columns of [64, 64] are tokens. A register holds both numbers of a pair of columns, so that
+its mask is a word. The smallest block with both tokens depends only on row ^ column, so half of a
+thread's words are the same.
 """
 
 from typing import Any
@@ -30,10 +30,10 @@ ONES = 0x3F803F80  # 1 and 1 in bfloat16
 
 
 def up_to_each(level: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """1, else 0, for the columns of a row's own half: up to the row in a second half, behind it in
-    a first one.
+    """Returns 1, else 0, for the columns of a row's own half: columns up to the row in a second
+    half, columns after it in a first half.
 
-    zero: a `register_constant`, without which this is for the interpreter.
+    zero: a `register_constant`; None means the interpreter.
     """
     if zero is None:
         row, column = (iota((CHUNK, CHUNK), axis) for axis in (0, 1))
@@ -46,7 +46,8 @@ def up_to_each(level: jax.Array, zero: jax.Array | None) -> jax.Array:
         same, ones = place.apart(0), arith.ori(word(ONES), single(zero))
 
         def register(column: int, row: int) -> Any:
-            # Both halves' bits of: a second half, if and only if the column is up to the row.
+            # The bits of columns in the same half: a second half if and only if the column is up to
+            # the row.
             alike = arith.xori(arith.xori(place.up_to(column, row), place.second(row)), word(-1))
             return arith.andi(arith.andi(same[column ^ row], alike), ones)
 
@@ -59,8 +60,8 @@ def up_to_each(level: jax.Array, zero: jax.Array | None) -> jax.Array:
 def across_halves(
     x: jax.Array, level: jax.Array, zero: jax.Array | None, *, second: bool
 ) -> jax.Array:
-    """x, else 0, for rows in second halves and columns in the first halves before them; or for rows
-    in first halves and columns in the second ones behind them."""
+    """Returns x, else 0, for rows in second halves and columns in the first halves before them; or
+    for rows in first halves and columns in the second halves after them."""
     if zero is None:
         of_row, of_column = (_shifted(iota((CHUNK, CHUNK), axis), level) for axis in (0, 1))
         step = 1 if second else -1
@@ -89,7 +90,7 @@ def _shifted(x: jax.Array, level: jax.Array) -> jax.Array:
 
 
 class TokenPairs:
-    """A thread's pairs of columns: 8 column + 2 t and the next, of rows 16 warp + g + 8 row."""
+    """A thread's pairs of columns: 8 column + 2 t and the next, in rows 16 warp + g + 8 row."""
 
     def __init__(self, level: Any):
         thread = WarpgroupThread()
@@ -104,7 +105,8 @@ class TokenPairs:
         )
 
     def apart(self, blocks: int) -> list[Any]:
-        """By `column ^ row`, whether blocks of 2**level tokens are the same, or two of one pair."""
+        """Returns masks by `column ^ row`: whether row and column are in the same block of 2**level
+        tokens, or in the two blocks of one pair."""
         lead, words = arith.xori(self.first_row, self.first_column), []
         for at in range(8):
             either = arith.xori(lead, word(8 * at))
@@ -116,19 +118,19 @@ class TokenPairs:
         return words
 
     def up_to(self, column: int, row: int) -> Any:
-        """Whether the columns are at most the row."""
+        """Returns the mask of columns that are at most the row."""
         lead, at = arith.subi(self.first_row, self.first_column), 8 * (column - row)
         return self._both(
             *(arith.cmpi(arith.CmpIPredicate.sge, lead, word(at + i)) for i in range(2))
         )
 
     def second(self, row: int) -> Any:
-        """All bits, if the row is in a second half."""
+        """Returns all ones if the row is in a second half."""
         half = arith.shrui(plus(self.first_row, word(8 * row)), self.level)
         return arith.subi(word(0), arith.andi(half, word(1)))
 
     def tile(self, register: Any) -> Any:
-        """The bfloat16 array of words by column and row."""
+        """Returns the bfloat16 array of words by column and row."""
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         words = [register(i // 2, i % 2) for i in range(16)]
         return fragmented([llvm.bitcast(pair, x) for x in words], (CHUNK, CHUNK), mgpu.WGMMA_LAYOUT)

@@ -1,9 +1,9 @@
-"""Gradients of a chunk's inputs, of the state before it and the gradient of the state behind it.
+"""Gradients of a chunk's inputs, from the state before it and the gradient of the state after it.
 
-Each chunk of a key head by itself, its value heads one after another; two warpgroups, each with 64
-of the 128 channels of values first and of keys then, and a third that copies. With the names of
-state_pass.py, S the state before the chunk and dS the gradient of the one behind it, D the decays
-between tokens, and lengths of q and k in D and in the vectors,
+A CTA processes each chunk of a key head by itself, and its value heads one after another. Two
+warpgroups have 64 of the 128 channels each, of values first and of keys then; a third one copies.
+The names are those of state_pass.py. S is the state before the chunk, dS the gradient of the state
+after it, and D the decays between tokens. D and the vectors include the lengths of q and k.
 
     W   = V + read * (K S^T)                   U = M (beta * W)
     F   = tril(dO U^T) * scale D               E = Y U^T
@@ -13,8 +13,9 @@ between tokens, and lengths of q and k in D and in the vectors,
     dV  = beta * Y
     dbeta = rows of Y * W, less rows of E * tril(K K^T, -1) * D
 
-What D, out, read and write are made of, sums of log decays, gets from each token the products of q
-and k with these terms, those of the second half of dK negative; XLA adds them up.
+D, out, read and write are functions of sums of log decays. Each token contributes to a sum's
+gradient the products of q and k with these terms, those of the second half of dK negative; XLA adds
+them up.
 """
 
 import functools
@@ -58,8 +59,8 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.instructions import swizzled
 
-WARPGROUPS = 2  # that multiply, one for each half of the channels; one more copies
-MULTIPLIES, COPIES = 240, 24  # registers of a thread
+WARPGROUPS = 2  # consumers, one for each half of the channels; one more copies
+MULTIPLIES, COPIES = 240, 24  # registers per thread
 SLOTS = 2  # value heads whose states and values are in shared memory
 
 
@@ -79,7 +80,8 @@ def input_gradients(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k [N, 64, Hk, 128] and v [N, 64, Hv, 128], and what `gate_gradients` takes.
+    """Returns the gradients of q, k [N, 64, Hk, 128] and v [N, 64, Hv, 128], and the input of
+    `gate_gradients`.
 
     Args: those and the results of `state_pass`; scale is greater than 0.
     """
@@ -153,22 +155,24 @@ def input_gradients(
 
 
 def _by_warpgroup(body: Callable[[int], None]) -> None:
-    """Traces the body for each warpgroup: where its number is known, so are its addresses."""
+    """Traces the body for each warpgroup: with a static warpgroup index its addresses are static
+    too."""
     for wg in range(WARPGROUPS + 1):
         pl.when(lax.axis_index("wg") == wg)(functools.partial(body, wg))
 
 
 def _copy_state(halves: list[Any], destination: Any, barrier: Any) -> None:
-    """Rows 0 to 63 and 64 to 127 of a state."""
+    """Copies rows 0 to 63 and 64 to 127 of a state."""
     for i, rows in enumerate(halves):
         copy_rows(rows, destination.at[:, pl.ds(CHUNK * i, CHUNK)], barrier)
 
 
 class InputGradientCta:
-    """Chunks of key heads, one after another, and the value heads that share each.
+    """A CTA that processes chunks of key heads, one after another, and the value heads that share
+    each.
 
-    The next value head's state and values are on their way while this one is worked on, its other
-    tiles from where both warpgroups have read those of this one.
+    The next value head's state and values are loaded while this one is processed, and its other
+    tiles after both warpgroups have read those of this one.
     """
 
     def __init__(
@@ -208,18 +212,19 @@ class InputGradientCta:
         return carry
 
     def _place(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Chunk and key head of an item."""
+        """The chunk and key head of an item."""
         item, heads = self.block + i * self.blocks, jnp.int32(self.key_heads)
         return lax.div(item, heads), lax.rem(item, heads)
 
     def _head(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Chunk and value head of a step."""
+        """The chunk and value head of a step."""
         group = jnp.int32(self.group)
         chunk, key_head = self._place(lax.div(step, group))
         return chunk, key_head * self.group + lax.rem(step, group)
 
     def _copy(self) -> None:
-        """All copies of a block in their order, each when what is in its place has been read."""
+        """Starts all copies of a CTA in their order, each after the previous contents of its buffer
+        have been read."""
         refs, group = self.refs, jnp.int32(self.group)
         steps = self.items * self.group
 
@@ -259,14 +264,15 @@ class InputGradientCta:
             return carry
 
         lax.fori_loop(0, steps, step, None)
-        # A thread that waits on a barrier has to see each of its completions.
+        # A thread that waits on a barrier must observe each of its completions.
         for barrier in (refs.keys_read, refs.solve_read, refs.rest_read, refs.behind_read):
             plgpu.barrier_wait(barrier)
         last = refs.first_read.at[lax.rem(steps, jnp.int32(SLOTS))]
         pl.when(steps >= SLOTS)(lambda: plgpu.barrier_wait(last))
 
     def _meet(self) -> None:
-        """Both warpgroups see what either has written, and have done with what it has read."""
+        """Synchronizes both warpgroups: each sees what the other has written, and both have
+        finished their reads."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
@@ -279,7 +285,7 @@ class InputGradientCta:
         head = ValueHead(refs, self.wg, slot, anew, interpret=self.interpret)
         plgpu.barrier_wait(refs.first.at[slot])
         w = head.seen()
-        # What was copied out before, by the other slot too.
+        # Waits for earlier copies out, also those of the other slot.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(step > 0)(lambda: release(refs.first_read.at[1 - slot], interpret=self.interpret))
         head.solve(w)
@@ -298,7 +304,7 @@ class InputGradientCta:
         return total, anew ^ lax.shift_right_logical(step, jnp.int32(30))
 
     def _write_values(self, y: jax.Array, chunk: jax.Array, head: jax.Array) -> None:
-        """dV and the gates' parts, on their way."""
+        """Starts the stores of dV and the gates' parts."""
         refs, wg = self.refs, self.wg
         dv = refs.scores_smem.at[0, wg]
         dv[...] = y
@@ -307,7 +313,7 @@ class InputGradientCta:
         plgpu.copy_smem_to_gmem(refs.parts_smem.at[wg], refs.parts_ref.at[chunk, head, wg])
 
     def _write_keys(self, i: jax.Array, total: KeyGradients) -> None:
-        """dQ and dK, on their way by the slot of the last value head."""
+        """Starts the stores of dQ and dK, through the slot of the last value head."""
         refs, wg, (chunk, key_head) = self.refs, self.wg, self._place(i)
         slot = lax.rem((i + 1) * self.group - 1, jnp.int32(SLOTS))
         if self.l2norm:
@@ -323,8 +329,8 @@ class InputGradientCta:
             plgpu.copy_smem_to_gmem(smem, ref.at[chunk, :, key_head, pl.ds(wg * 64, 64)])
 
     def _of_lengths(self, slot: jax.Array, total: KeyGradients) -> tuple[jax.Array, ...]:
-        """Gradients of unit vectors, times the inverse lengths, to those of q and k: less their
-        part along q and k."""
+        """Converts gradients of unit vectors, times the inverse lengths, to those of q and k:
+        subtracts their components along q and k."""
         refs, wg = self.refs, self.wg
         rows = [tile(ref.at[0, wg]) for ref in (refs.q_smem, refs.k_smem)]
         products = refs.products_smem.at[wg]

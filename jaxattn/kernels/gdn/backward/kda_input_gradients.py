@@ -1,16 +1,16 @@
-"""Gradients of a chunk's inputs where every channel of the key decays by itself.
+"""Gradients of a chunk's inputs in KDA, where every channel of the key has its own decay.
 
-What input_gradients.py does for one decay a head, with vectors by channel in the place of its
-numbers. The scores' gradients F and E have no decays in them: a product of row i with column j has
-exp(G_i - G_j) in every channel. As in prefill/kda_intra_chunk, a chunk is cut in halves again and
-again, a row of a second half meets a column of a first one at the place m between them, and with
-phi the decay between a token and that place,
+The computation is that of input_gradients.py, with vectors by channel instead of the numbers of a
+head. The scores' gradients F and E contain no decays: a product of row i with column j has
+exp(G_i - G_j) in every channel. As in prefill/kda_intra_chunk, a chunk is divided recursively into
+halves. A row of a second half meets a column of the first half at the boundary m between them. With
+phi the decay between a token and that boundary,
 
     dQ += phi * (F (phi * K))
     dK += phi * (H (phi * K)  +  F^T (phi * Q) + H^T (phi * K))
 
-for F and H of such rows and columns. The exponents are products with matrices of 0 and 1, of which
-log decays are given as two bfloat16 numbers, rounded and what the rounding left.
+for F and H of such rows and columns. The exponents are products of log decays with matrices of 0
+and 1; log decays are two bfloat16 terms, the rounded value and the remainder.
 """
 
 import dataclasses
@@ -56,15 +56,15 @@ LEVELS = 6  # of halves, down to single tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChannelGradientRefs(ChunkGradientRefs):
-    """With a decay of each channel. V's place has beta * W and then U, S's has keys and queries
-    times decays, and that of dS has F, E and H."""
+    """The refs for a decay per channel. V's buffer holds beta * W and then U, S's holds keys and
+    queries times decays, and that of dS holds F, E and H."""
 
     read_ref: Any
     g_ref: Any
     dg_ref: Any
     dbeta_ref: Any
     read_smem: Any  # keys that read the state, then scratch
-    g_smem: Any  # log2 decays, rounded and the rest
+    g_smem: Any  # log2 decays, rounded values and remainders
     vectors_smem: Any
     dbeta_smem: Any
 
@@ -87,17 +87,18 @@ def channel_gradients(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
+    """Returns the gradients by value head of q, k, v [N, 64, Hv, 128], of g, and of beta.
 
     Args:
         q, k: [N, 64, Hk, 128]; with l2norm the kernel makes unit vectors of them.
-        read: keys of `channel_chunks` [N, Hv, 64, 128].
-        g: bfloat16 [N, 64, Hv, 128], log2 decays, rounded, and what the rounding left.
-        v, do, m, vectors, states, dstates, y: as `state_pass` has them.
+        read: The keys of `channel_chunks`, [N, Hv, 64, 128].
+        g: bfloat16 [N, 64, Hv, 128], log2 decays: the rounded values, and the remainders.
+        v, do, m, vectors, states, dstates, y: As for `state_pass`.
 
     Returns:
-        dv in q's dtype, dq and dk too unless value heads share a key head, whose sum of float32 is
-        then to be taken; float32 [N, 64, Hv, 128]; and float32 [N, Hv, 2, 64], whose sum is beta's.
+        dv in q's dtype; dq and dk in q's dtype too, unless value heads share a key head: they are
+        then float32, to be summed over these heads. Then float32 [N, 64, Hv, 128], the gradient of
+        g; and float32 [N, Hv, 2, 64], whose sum is beta's.
     """
     chunks, _, value_heads, _ = v.shape
     dtype = q.dtype
@@ -160,7 +161,7 @@ def channel_gradients(
 
 
 class ChannelGradientCta:
-    """A chunk of a value head."""
+    """A CTA that processes a chunk of a value head."""
 
     def __init__(self, refs: ChannelGradientRefs, *, scale: float, l2norm: bool, interpret: bool):
         self.refs, self.scale, self.l2norm, self.interpret = refs, scale, l2norm, interpret
@@ -185,7 +186,7 @@ class ChannelGradientCta:
         y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
-        self._meet()  # the states' places are free
+        self._meet()  # the states' buffers are free
         pl.when(wg == 0)(self._scores_of_queries)
         pl.when(wg == 1)(self._scores_of_keys)
         self._meet()
@@ -212,13 +213,14 @@ class ChannelGradientCta:
             copy_rows(refs.g_ref[term].at[chunk, :, head], refs.g_smem.at[term], refs.rest)
 
     def _meet(self) -> None:
-        """Both warpgroups see what either has written, and have done with what it has read."""
+        """Synchronizes both warpgroups: each sees what the other has written, and both have
+        finished their reads."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
 
     def _across(self, *rows: jax.Array) -> list[jax.Array]:
-        """Sums [64] of both warpgroups' rows."""
+        """Returns sums [64] over both warpgroups' rows."""
         products = self.refs.products_smem
         for i, of_half in enumerate(rows):
             products[self.wg, i, :] = of_half
@@ -227,7 +229,7 @@ class ChannelGradientCta:
         return [left + right for left, right in halves]
 
     def _normalise(self) -> None:
-        """Makes unit vectors of q and k, and keeps their inverse lengths behind the products."""
+        """Makes unit vectors of q and k, and stores their inverse lengths after the products."""
         places = [ref.at[self.wg] for ref in (self.refs.q_smem, self.refs.k_smem)]
         rows = [tile(place) for place in places]
         squares = self._across(*((x * x).sum(axis=1) for x in rows))
@@ -238,7 +240,7 @@ class ChannelGradientCta:
         plgpu.commit_smem()
 
     def _of_lengths(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-        """Gradients of unit vectors, pairs of both, to those of q and k."""
+        """Converts gradients of unit vectors, in pairs with these vectors, to those of q and k."""
         along = self._across(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
         inverse = [vector(self.refs.products_smem.at[self.wg, 2 + i], BY_ROW) for i in range(2)]
         return [
@@ -247,7 +249,7 @@ class ChannelGradientCta:
         ]
 
     def _product(self, *pairs: Any) -> jax.Array:
-        """The sum of the pairs' products."""
+        """Returns the sum of the pairs' products."""
 
         def product(ref: Any) -> jax.Array:
             acc = WgmmaAccumulator(ref)
@@ -258,20 +260,21 @@ class ChannelGradientCta:
         return with_accumulators(product, 1, interpret=self.interpret)
 
     def _chosen(self, which: jax.Array) -> jax.Array:
-        """1 there, else 0, as an operand."""
+        """Returns 1 where `which` holds, else 0, as an operand."""
         return self._held(jnp.where(which, 1.0, 0.0).astype(self.dtype))
 
     def _held(self, operand: jax.Array) -> jax.Array:
-        """An operand, a part of which would else be a constant."""
+        """Returns an operand, a part of which the compiler would otherwise know to be constant."""
         return operand if self.zero is None else without_constants(operand, TILE, self.zero)
 
     def _decays(self, ones: jax.Array) -> jax.Array:
-        """The decay of the warpgroup's channels over the tokens of each row's ones."""
+        """Returns the decay of the warpgroup's channels over the tokens with ones in each row."""
         terms = self.refs.g_smem
         return jnp.exp2(self._product(*((ones, terms.at[term, self.wg]) for term in range(2))))
 
     def _summed(self, which: jax.Array, x: jax.Array) -> jax.Array:
-        """For each token the sum of x over the tokens `which`, in two terms again."""
+        """Returns for each token the sum of x over the tokens `which`, with x again in two
+        terms."""
         scratch, ones = self.refs.read_smem.at[self.wg], self._chosen(which)
         rounded = x.astype(self.dtype)
         scratch[...] = rounded
@@ -286,7 +289,7 @@ class ChannelGradientCta:
         return over_rows(vector(self.refs.vectors_smem.at[CHANNEL_BETA], BY_ROW))
 
     def _values(self) -> jax.Array:
-        """V, of the warpgroup's channels; U takes its place."""
+        """Loads V, the warpgroup's channels; U then overwrites it."""
         refs, values = self.refs, self.refs.v_smem.at[self.wg]
         state = [refs.state_smem.at[half, self.own].transpose((1, 0)) for half in range(2)]
         seen = self._product(*((refs.read_smem.at[half], state[half]) for half in range(2)))
@@ -295,13 +298,14 @@ class ChannelGradientCta:
         plgpu.commit_smem()
         m = [plgpu.load(refs.m_smem.at[0, half], layout=TILE) for half in range(2)]
         u = self._product((jnp.concatenate(m, axis=1), values))
-        warpgroup_barrier(interpret=self.interpret)  # the products of all its warps have read W
+        warpgroup_barrier(interpret=self.interpret)  # all warps' products have read W
         values[...] = u.astype(self.dtype)
         return rows
 
     def _with_states(self) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Gradients by the states: of queries; of keys where they read, without beta; and of keys
-        where they are written, whose decays end with the chunk."""
+        """Returns the gradients that pass through the states: of queries; of keys that read the
+        state, without beta; and of keys written to the state, whose decays reach to the chunk's
+        end."""
         refs, wg = self.refs, self.wg
 
         def with_state(left: Any, state: Any) -> jax.Array:
@@ -310,7 +314,8 @@ class ChannelGradientCta:
 
         written = with_state(refs.v_smem, refs.dstate_smem)
         written = written * self._decays(self._chosen(self.column > self.row))
-        # The last token's sum has all of them, and the decay of the state before the chunk.
+        # The gradient of the last token's sum collects all of these, and that of the decay of the
+        # state before the chunk.
         decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
         total = written * tile(refs.k_smem.at[wg])
         for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
@@ -327,17 +332,17 @@ class ChannelGradientCta:
         return self.refs.dg_ref.at[self.chunk, :, self.head, self.own]
 
     def _scores(self, left: Any) -> jax.Array:
-        """left U^T, of [2, 64, 64]."""
+        """Returns left U^T, with left [2, 64, 64]."""
         right = [self.refs.v_smem.at[half].transpose((1, 0)) for half in range(2)]
         return self._product(*((left.at[half], right[half]) for half in range(2)))
 
     def _scores_of_queries(self) -> None:
-        """F"""
+        """Computes F."""
         f = jnp.where(self.column <= self.row, self.scale * self._scores(self.refs.do_smem), 0.0)
         self._f[...] = f.astype(self.dtype)
 
     def _scores_of_keys(self) -> None:
-        """E, and H, which has beta."""
+        """Computes E, and H, which contains beta."""
         e = jnp.where(self.column < self.row, -self._scores(self.refs.y_smem), 0.0)
         self._e[...] = e.astype(self.dtype)
         self._h[...] = (self._beta() * e).astype(self.dtype)
@@ -355,7 +360,7 @@ class ChannelGradientCta:
         return self.refs.dstate_smem.at[1, pl.ds(CHUNK, CHUNK)]
 
     def _times_decays(self) -> tuple[Any, Any]:
-        """Where keys and queries of the warpgroup's channels lie, times decays."""
+        """The buffers of keys and queries times decays, for the warpgroup's channels."""
         return tuple(self.refs.state_smem.at[self.wg, pl.ds(at, CHUNK)] for at in (0, CHUNK))
 
     def _diagonal(
@@ -374,7 +379,8 @@ class ChannelGradientCta:
     def _level(self, level: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds products of tokens in halves of 2**level tokens."""
         of_q, of_row, of_column = sums
-        # From the place between the halves up to a token, or from behind it up to there.
+        # From the boundary between the halves up to a token, or from after a token up to the
+        # boundary.
         decays = self._decays(up_to_each(level, self.zero))
         keys, queries = self._times_decays()
         for smem, rows in ((keys, self.refs.k_smem), (queries, self.refs.q_smem)):
@@ -406,10 +412,10 @@ class ChannelGradientCta:
         of_row = self._beta() * of_row
         target = self._of_gates()
         of_last = plgpu.load(target, layout=TILE, optimized=False)
-        # A gate is in the sums of its own token and of the ones behind it.
+        # A gate is in the sums of its own token and of later ones.
         of_gates = queries * of_q + keys * (of_row - of_column) + of_last
         of_gates = self._summed(self.column >= self.row, of_gates)
-        # Of a decay of 0 the sums' rounding would be left, and its gradient is 0.
+        # For a decay of 0 only the sums' rounding would be left, and its gradient is 0.
         log_decays = tile(refs.g_smem.at[0, wg]) + tile(refs.g_smem.at[1, wg])
         of_gates = jnp.where(log_decays > LOWEST_LOG2_DECAY, of_gates, 0.0)
         store(target, of_gates, interpret=self.interpret)

@@ -1,12 +1,12 @@
-"""Gradient of the chunked gated delta rule on a Hopper GPU: the kernels in order.
+"""Gradient of the chunked gated delta rule on a Hopper GPU: its kernels in order.
 
-    prefill/intra_chunk/launch.py   of every chunk of 64 tokens alone: its inverse, masked scores
-    state_pass.py                   states before the chunks, and gradients of those behind them
-    input_gradients.py              of every chunk alone again: gradients of q, k, v, and the gates
-    kda_input_gradients.py          the same where every channel of the key decays by itself
+    prefill/intra_chunk/launch.py   every chunk of 64 tokens by itself: its inverse, masked scores
+    state_pass.py                   states before the chunks, and gradients of those after them
+    input_gradients.py              every chunk by itself: gradients of q, k, v, and the gates
+    kda_input_gradients.py          the same where every channel of the key has its own decay
 
-Of the forward pass its arguments are kept and, where the chunks are the same, the inverses and
-scores. States are kept for each chunk, in bfloat16.
+The forward pass saves its arguments and, if the chunks are the same, the inverses and scores.
+States are saved for each chunk, in bfloat16.
 
 Limits: those of gdn/prefill/launch.py; float16 is taken as bfloat16. Reference: the gradient of
 `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/backward/test_kernel.py.
@@ -32,7 +32,7 @@ from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 
 
 class ChunkedTokens(NamedTuple):
-    """Tokens in whole chunks of 64, each of one sequence; what there is no token for is 0."""
+    """Tokens in whole chunks of 64, each of one sequence; places without a token are 0."""
 
     q: jax.Array  # [N * 64, Hk, 128]
     k: jax.Array
@@ -42,14 +42,14 @@ class ChunkedTokens(NamedTuple):
 
 
 class DeltaRuleBackwardCall(NamedTuple):
-    """What the gradients are of.
+    """The arguments of the gradient.
 
     Attributes:
-        do: gradient of the output, [N * 64, Hv, 128].
-        runs: int32 [2, n], first chunk of a sequence, and how many it has.
+        do: The gradient of the output, [N * 64, Hv, 128].
+        runs: int32 [2, n], the first chunk of each sequence, and its number of chunks.
         initial_state, dfinal: float32 [n, Hv, 128, 128], the latter the gradient of the final
             states; None: zeros.
-        matrices: of the chunks where the forward pass has left them, not by channel.
+        matrices: The chunks' matrices if the forward pass has saved them, not for KDA.
     """
 
     tokens: ChunkedTokens
@@ -65,11 +65,11 @@ class DeltaRuleBackwardCall(NamedTuple):
 def gdn_backward_mosaic(
     call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
-    """Gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states."""
+    """Returns the gradients of the tokens and, float32 [n, Hv, 128, 128], of the initial states."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     tokens, do, scale = call.tokens, call.do, call.scale
     dtypes = [x.dtype for x in tokens]
-    if scale <= 0:  # of which the kernels have no logarithm
+    if scale <= 0:  # whose logarithm the kernels need
         do, scale = do.astype(jnp.float32) * scale, 1.0
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*tokens[:3], do))
     g, beta = (x.astype(jnp.float32) for x in tokens[3:])
@@ -98,7 +98,7 @@ def gdn_backward_mosaic(
 def kda_backward_mosaic(
     call: DeltaRuleBackwardCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[ChunkedTokens, jax.Array]:
-    """The same where g is [N * 64, Hv, 128], decays per channel."""
+    """Returns the same where g is [N * 64, Hv, 128], decays per channel."""
     mode: dict[str, Any] = {"interpret": interpret, "detect_races": detect_races}
     dtypes = [x.dtype for x in call.tokens]
     q, k, v, do = (x.astype(jnp.bfloat16) for x in (*call.tokens[:3], call.do))

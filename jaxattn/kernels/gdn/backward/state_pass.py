@@ -1,9 +1,9 @@
-"""States before every chunk, and gradients of the states behind every chunk, side by side.
+"""States before every chunk, and gradients of the states after every chunk, in one launch.
 
-The states are those of the forward pass, once more; their gradients go from a sequence's last chunk
-to its first. Neither needs the other, so that they are blocks of one launch. As in the forward
-pass a warpgroup owns 64 of the 128 rows of a value head's state, which never meet. Transposed, with
-M = (I + A)^-1, per chunk of 64 tokens the states take
+The kernel recomputes the states of the forward pass; their gradients go from a sequence's last
+chunk to its first. Neither depends on the other, so they are separate CTAs of one launch. As in the
+forward pass a warpgroup owns 64 of the 128 rows of a value head's state, which are independent of
+each other. Transposed, with M = (I + A)^-1, per chunk of 64 tokens the states take
 
     W^T = V^T + read * (S K^T)
     U^T = (beta * W^T) M^T
@@ -15,8 +15,8 @@ and their gradients
     Y^T  = dU^T M                                  beta * Y is the gradient of V
     dS   = decay dS + (out * dO^T) Q + (read * beta * Y^T) K
 
-Where channels of the key have decays of their own, keys and queries come times them, and read,
-write and out are 1: see `ChunkStateUpdate`.
+With decays per channel, keys and queries are already multiplied by them, and read, write and out
+are 1: see `ChunkStateUpdate`.
 """
 
 import dataclasses
@@ -63,17 +63,17 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 
-STATES, GRADIENTS = 0, 1  # what a block makes
-MULTIPLIES, COPIES = 232, 40  # registers of a thread
+STATES, GRADIENTS = 0, 1  # the results of a CTA
+MULTIPLIES, COPIES = 232, 40  # registers per thread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatePassRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+    """The refs of a CTA: operands and results, then its shared memory and barriers."""
 
     q_ref: Any
     k_ref: Any
-    written_ref: Any  # keys where the state is written, of decays per channel, else None
+    written_ref: Any  # keys as written to the state, for decays per channel, else None
     v_ref: Any
     do_ref: Any
     m_ref: Any
@@ -82,8 +82,8 @@ class StatePassRefs:
     runs_ref: Any
     start_ref: Any  # None: zeros
     dend_ref: Any  # None: zeros
-    states_ref: Any  # None: all of them lie in the next two
-    upper_ref: Any  # None: all of them lie in the one before
+    states_ref: Any  # None: the next two refs have all of them
+    upper_ref: Any  # None: `states_ref` has all of them
     lower_ref: Any
     dstates_ref: Any
     y_ref: Any
@@ -97,17 +97,17 @@ class StatePassRefs:
     vectors_smem: Any
     state_smem: Any
     y_smem: Any
-    loaded: Any  # of states' blocks
-    dloaded: Any  # of gradients' blocks
+    loaded: Any  # for CTAs of states
+    dloaded: Any  # for CTAs of gradients
     read: Any
 
 
 class ChunkStates(NamedTuple):
-    """States before the chunks, each where it costs no memory of its own if it can.
+    """The states before the chunks, as far as possible in memory that is needed anyway.
 
-    A key head's gradients of q and k take as much as a state of one value head, and are written by
-    the block that has read it: there lies the state of the first value head of each key head, rows
-    0 to 63 and 64 to 127. By channel all of them lie in `others`.
+    A key head's gradients of q and k take as much memory as a state of one value head, and the CTA
+    that has read this state writes them. So the state of the first value head of each key head is
+    stored there, rows 0 to 63 and 64 to 127. With decays per channel all states are in `others`.
     """
 
     upper: jax.Array | None  # [N, 64, Hk, 128]
@@ -131,22 +131,24 @@ def state_pass(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[ChunkStates, jax.Array, jax.Array, jax.Array]:
-    """States, their gradients, Y, and the gradients of the first states.
+    """Returns the states, their gradients, Y, and the gradients of the first states.
 
     Args:
-        q, k: [N, 64, Hk, 128]; v, do: [N, 64, Hv, 128], of one 16-bit dtype. What a chunk has no
-            token for is 0.
+        q, k: [N, 64, Hk, 128]; v, do: [N, 64, Hv, 128], of one 16-bit dtype. Places of a chunk
+            without a token are 0.
         m, p: [N, Hv, *TRIANGLE], (I + A)^-1 and the masked scores.
-        vectors: of `chunk_matrices`, for the backward pass.
-        written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
-            that shape, of `channel_chunks`, and vectors [N, Hv, 3, 64], its last one and beta.
-        runs: int32 [2, n], first chunk of a sequence, and how many it has.
+        vectors: Those of `chunk_matrices`, for the backward pass.
+        written: [N, Hv, 64, 128] for decays per channel. Then q and k have this shape too, as from
+            `channel_chunks`, and vectors are [N, Hv, 3, 64], the last result of `channel_chunks`
+            and beta.
+        runs: int32 [2, n], the first chunk of each sequence, and its number of chunks.
         start, dend: float32 [1, n, Hv, 128, 128], states before the sequences, and gradients of
-            those behind them; None: zeros.
+            those after them; None: zeros.
 
     Returns:
-        Before each chunk, behind it [N, Hv, 128, 128], Y [N, 64, Hv, 128], in q's dtype, and
-        float32 [1, n, Hv, 128, 128]. Nothing is written of chunks that no sequence has.
+        The states before each chunk, the gradients of those after it [N, Hv, 128, 128], and Y
+        [N, 64, Hv, 128], in q's dtype; and float32 [1, n, Hv, 128, 128]. Chunks that belong to no
+        sequence are not written.
     """
     chunks, _, value_heads, _ = v.shape
     count, dtype, channels = runs.shape[1], q.dtype, written is not None
@@ -209,7 +211,8 @@ def state_pass(
 
 
 class StatePassCta:
-    """A sequence's value head: its states or their gradients, both halves of them or one."""
+    """A CTA that computes a value head of a sequence: its states or their gradients, both halves or
+    one."""
 
     def __init__(self, refs: StatePassRefs, *, halves: int, stages: int, interpret: bool):
         self.refs, self.halves, self.stages, self.interpret = refs, halves, stages, interpret
@@ -225,7 +228,7 @@ class StatePassCta:
         )
         self.key_head = lax.div(self.head, jnp.int32(self.group))
         self.beta = CHANNEL_BETA if self.channels else BETA  # row of the vectors
-        self.part = self.first_part + self.wg  # of a warpgroup that computes
+        self.part = self.first_part + self.wg  # for a consumer warpgroup
         self.first, self.steps = refs.runs_ref[0, self.sequence], refs.runs_ref[1, self.sequence]
 
     def run(self) -> None:
@@ -292,7 +295,7 @@ class StatePassCta:
         plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem.at[slot], barrier)
 
     def _rows_of(self, chunk: jax.Array) -> tuple[Any, ...]:
-        """Where a chunk's keys and queries lie."""
+        """The index of a chunk's keys and queries."""
         if self.channels:
             return chunk, self.head
         return chunk, slice(None), self.key_head
@@ -310,7 +313,7 @@ class StatePassCta:
         plgpu.barrier_arrive(self.refs.read.at[slot])
 
     def _keep(self, tiles: tuple[jax.Array, ...], copy: Callable[[Any], None]) -> None:
-        """Copies a state's rows out by `copy`, from [2, 64, 64]."""
+        """Stores a state's rows to shared memory [2, 64, 64], and from there by `copy`."""
         smem = self.refs.state_smem.at[self.wg]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for half, tile in enumerate(tiles):
@@ -322,7 +325,7 @@ class StatePassCta:
         _copy_out(smem, self.refs.dstates_ref.at[chunk, self.head, self._own_rows()])
 
     def _copy_state(self, chunk: jax.Array, smem: Any) -> None:
-        """To its place in `ChunkStates`."""
+        """Stores a state to its place in `ChunkStates`."""
         refs, number = self.refs, self.head
         if not self.channels:
             of_keys = lax.rem(self.head, jnp.int32(self.group)) == 0
@@ -366,7 +369,8 @@ class StatePassCta:
         step = self._update(slot)
 
         def products(wide: tuple[Any, ...], narrow: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-            # What waits for nothing runs behind the first product, and the copies out beside it.
+            # Work that waits for nothing overlaps with the first product, and the copies out with
+            # the others.
             operand, decayed = step.rounded(state), step.decayed(state)
             written = WgmmaAccumulator(wide[0])
             step.times_transposed(written, operand, step.written)
@@ -398,7 +402,7 @@ class StatePassCta:
         return state, next_slot(slot, self.stages)
 
     def _write_y(self, tile: jax.Array, chunk: jax.Array) -> None:
-        """Y^T to its tokens; the wait and barrier of `_keep` lie before its next write."""
+        """Stores Y^T to its tokens; the wait and barrier of `_keep` precede its next write."""
         smem = self.refs.y_smem.at[self.wg]
         smem.transpose((1, 0))[...] = tile
         plgpu.commit_smem()
@@ -407,7 +411,7 @@ class StatePassCta:
 
 
 def _copy_out(smem: Any, rows: Any) -> None:
-    """[2, 64, 64] to [64, 128]."""
+    """Stores [2, 64, 64] to [64, 128]."""
     for half in range(2):
         plgpu.copy_smem_to_gmem(smem.at[half], rows.at[:, pl.ds(64 * half, 64)])
 

@@ -1,4 +1,5 @@
-"""Two warpgroups' gradients of a chunk's value head, by the formulas of input_gradients.py."""
+"""The gradients of a chunk's value head in two warpgroups, by the formulas of
+input_gradients.py."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -36,15 +37,15 @@ from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InputGradientRefs(ChunkGradientRefs):
-    """With the decays of a head: dQ and dK leave from S's place, `rest` are dO and Y."""
+    """The refs for one decay per head: dQ and dK leave through S's buffer, `rest` are dO and Y."""
 
     parts_ref: Any
-    scores_smem: Any  # F and H, then dV
+    scores_smem: Any  # F and H, overwritten by dV
     vectors_smem: Any
     parts_smem: Any
-    keys: Any  # and queries
+    keys: Any  # keys and queries
     solve: Any  # M
-    behind: Any  # the gradient of the state
+    behind: Any  # the gradient of the state after the chunk
     keys_read: Any
     first_read: Any
     solve_read: Any
@@ -53,7 +54,8 @@ class InputGradientRefs(ChunkGradientRefs):
 
 
 class KeyGradients(NamedTuple):
-    """Gradients of q and k so far, of a warpgroup's channels, and their products with q and k."""
+    """The accumulated gradients of q and k for a warpgroup's channels, and their products with q
+    and k."""
 
     q: jax.Array  # [64, 64]
     k: jax.Array
@@ -67,13 +69,14 @@ class KeyGradients(NamedTuple):
 
 
 class ValueHead:
-    """What a warpgroup does of a value head in shared memory."""
+    """A warpgroup's computation for a value head in shared memory."""
 
     def __init__(
         self, refs: InputGradientRefs, wg: int, slot: jax.Array, anew: jax.Array, *, interpret: bool
     ):
-        # `anew` is 0, which the compiler does not know: it makes addresses with it for each head.
-        # Those that it makes once do not fit into registers, and come back from local memory.
+        # `anew` is 0, which the compiler does not know: addresses that contain it are recomputed
+        # for each head. Addresses computed once would not fit into registers, and be spilled to
+        # local memory.
         single = "k_smem", "q_smem", "do_smem", "y_smem", "dstate_smem", "scores_smem", "m_smem"
         smem = {name: getattr(refs, name).at[anew] for name in single}
         self.refs = dataclasses.replace(refs, **smem)
@@ -97,7 +100,7 @@ class ValueHead:
         return with_accumulators(products, count, interpret=self.interpret)
 
     def seen(self) -> jax.Array:
-        """W, of the warpgroup's channels."""
+        """Returns W for the warpgroup's channels."""
         refs, values = self.refs, self.u.at[self.wg]
         state = [self.state.at[half, self.own].transpose((1, 0)) for half in range(2)]
 
@@ -111,7 +114,7 @@ class ValueHead:
         return self._with(product, 1)
 
     def solve(self, w: jax.Array) -> None:
-        """U in the values' place."""
+        """Computes U in the buffer of the values."""
         refs, values = self.refs, self.u.at[self.wg]
         values[...] = (self._rows(BETA) * w).astype(self.dtype)
         plgpu.commit_smem()
@@ -125,21 +128,21 @@ class ValueHead:
 
         u = self._with(solved, 1)
         self._release(refs.solve_read)
-        warpgroup_barrier(interpret=self.interpret)  # the products of all its warps have read W
+        warpgroup_barrier(interpret=self.interpret)  # all warps' products have read W
         values[...] = u.astype(self.dtype)
 
     def of_values(self, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """dV and the rows of Y * W, of the warpgroup's channels."""
+        """Returns dV and the row sums of Y * W, for the warpgroup's channels."""
         y = tile(self.refs.y_smem.at[self.wg])
         return (self._rows(BETA) * y).astype(self.dtype), (y * w).sum(axis=1)
 
     def _decays(self, by_row: int) -> jax.Array:
-        """log2 of what multiplies the product of row i, with its length, and key j."""
+        """Returns log2 of the factor of the product of row i, including its length, and key j."""
         columns = [vector(self.vectors.at[row], BY_COLUMN) for row in (SUM, LOG_K)]
         return over_rows(self._row(SUM) + self._row(by_row)) - over_columns(columns[0] - columns[1])
 
     def scores_of_queries(self) -> None:
-        """F"""
+        """Computes F."""
 
         def scores(ref: Any) -> jax.Array:
             acc = WgmmaAccumulator(ref)
@@ -151,7 +154,7 @@ class ValueHead:
         self.refs.scores_smem.at[0][...] = self._with(scores, 1).astype(self.dtype)
 
     def scores_of_keys(self) -> jax.Array:
-        """H, and what beta's gradient loses."""
+        """Computes H, and returns the term that is subtracted from beta's gradient."""
         refs = self.refs
 
         def scores(*accs: Any) -> jax.Array:
@@ -168,7 +171,7 @@ class ValueHead:
         return self._with(scores, 2)
 
     def keys(self, total: KeyGradients) -> KeyGradients:
-        """Adds the gradients of q and k, of the warpgroup's channels."""
+        """Adds the gradients of q and k for the warpgroup's channels."""
         refs, wg = self.refs, self.wg
         keys, queries = refs.k_smem.at[wg], refs.q_smem.at[wg]
         f, h = refs.scores_smem.at[0], refs.scores_smem.at[1]
@@ -182,7 +185,7 @@ class ValueHead:
 
             add(of_q, refs.do_smem, self.state)
             add(of_k, refs.y_smem, self.state)
-            # Each sum goes on where another one left it.
+            # Each accumulator continues from a previous one.
             q_sum = WgmmaAccumulator(accs[3], total.q + self._rows(OUT) * of_q.read(pending=2))
             q_sum.add(f, keys)
             plgpu.barrier_wait(refs.behind)
@@ -212,7 +215,7 @@ class ValueHead:
         return self._with(products, 6)
 
     def _of_decay(self) -> jax.Array:
-        """Rows of S * dS, of the warpgroup's half of the rows."""
+        """Returns the row sums of S * dS, for the warpgroup's half of the rows."""
         states = [
             tile(self.state.at[half, self.own]) * tile(self.refs.dstate_smem.at[half, self.own])
             for half in range(2)
@@ -221,13 +224,13 @@ class ValueHead:
 
 
 def release(barrier: Any, *, interpret: bool) -> None:
-    """The warpgroup has read what may be copied over."""
-    if interpret:  # it knows no other order
+    """Signals that the warpgroup has read a buffer, which may be overwritten."""
+    if interpret:  # which has no other ordering
         plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 
 
 def _add_scores(acc: WgmmaAccumulator, left: Any, right: Any) -> None:
-    """acc += left right^T, of [2, 64, 64]."""
+    """Issues acc += left right^T, for operands [2, 64, 64]."""
     for half in range(2):
         acc.add(left.at[half], right.at[half].transpose((1, 0)))

@@ -1,1 +1,1 @@
-"""Decode of the delta rule: one token per row and state."""
+"""Decode of the delta rule: one or a few tokens per row and state."""

@@ -1,4 +1,5 @@
-"""The arguments of a decode call of `jaxattn.gdn` or `jaxattn.kda`, as the op has checked them."""
+"""The arguments of a decode call of `jaxattn.gdn` or `jaxattn.kda`, after the op has checked
+them."""
 
 import dataclasses
 
@@ -11,26 +12,26 @@ from jaxattn.kernels.gdn.decode.prologue import GdnDecodeConfig
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GdnDecodeCall:
-    """What a step computes, and where its states are.
+    """The inputs of a step, and the pools of its states.
 
     Attributes:
-        op: the public name, for messages.
+        op: The public name, for messages.
         qkvz: [B, S, q | k | v | z], head after head; without `eps` there is no z.
         ba: [B, S, b | a], any float dtype.
         weights: float32 [A_log | dt_bias | norm | the convolution's taps [W, Dc]], or a stack of
-            such rows. Only the gates' part is read where there is no norm and no convolution.
+            such rows. Without norm and convolution only the gates' part is read.
         conv_state: [L, Z, W - 1, Dc] with `layer`, or [Z, W - 1, Dc]; None: no convolution.
         state: [L, Z, Hv, Dv, Dk] with `layer`, or [Z, Hv, Dv, Dk].
-        reads, writes: the slots of each row [B]; writes may be [B, S].
+        reads, writes: The slots of each row [B]; writes may be [B, S].
         affine: (a, b), for the layer `a * layer + b`.
-        scale: factor on the delta rule's output.
-        l2norm: whether q and k are normed first.
-        eps: of the gated RMS norm; None: no norm.
-        f: [B, S, Hv * Dk], of which decays per channel are made. Then `qkvz` has no z, `ba` no a,
-            and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
-        z: [B, S, Hv * Dv], beside f.
-        lower_bound: of such log decays, as in `jaxattn.kda.kda_gates`.
-        halves: of `gated_delta_net_decode`.
+        scale: The factor of the delta rule's output.
+        l2norm: Whether q and k are normalized first.
+        eps: The epsilon of the gated RMS norm; None: no norm.
+        f: [B, S, Hv * Dk], from which the decays per channel are computed. Then `qkvz` has no z,
+            `ba` no a, and `weights` begins with [A_log | dt_bias [Hv * Dk] | norm].
+        z: [B, S, Hv * Dv], given together with f.
+        lower_bound: The lower bound of such log decays, as in `jaxattn.kda.kda_gates`.
+        halves: As in `gated_delta_net_decode`.
     """
 
     op: str
@@ -83,9 +84,9 @@ class GdnDecodeCall:
         )
 
     def without_gradient(self) -> "GdnDecodeCall":
-        """The same call, none of whose operands has a gradient."""
+        """Returns the same call; none of its operands has a gradient."""
         names = ("qkvz", "ba", "f", "z", "weights", "conv_state", "state")
-        # In the words of the op: its layers have the projections in one array.
+        # In the op's terms: its layers have the projections in one array.
         said = {
             "gated_delta_rule_decode": "q/k/v a/b f z A_log/dt_bias conv_state state",
             "kda_decode": "q/k/v b f z A_log/dt_bias conv_state state",

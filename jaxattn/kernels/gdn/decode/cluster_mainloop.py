@@ -1,14 +1,14 @@
-"""The body of the delta rule's decode where a state's rows have four blocks.
+"""The body of the delta rule's decode where four CTAs share the rows of a state.
 
-For one token a row, and so few states that each may have four multiprocessors: what counts then
-are latencies. The blocks of a key head's value heads are a cluster, and a block has 32 rows of one
-state [Dv, Dk], which go from memory to registers and back. It convolves their 32 values, and all of
-q and k. All that it needs of the others is the sum of their outputs' squares, for the norm
-(cluster_reduction.py); who has that may also overwrite the convolution's state of q and k, which
-they have read.
+This body serves one token per row, and so few states that each may have four multiprocessors:
+latency then dominates. The CTAs of a key head's value heads are a cluster. A CTA has 32 rows of one
+state [Dv, Dk], which go from memory to registers and back. It convolves the rows' 32 values, and
+all of q and k. It needs only one thing from the other CTAs, the sum of their outputs' squares for
+the norm (cluster_reduction.py). A CTA that has this sum may also overwrite the convolution's state
+of q and k, which the others have then read.
 
-Half of its time it waits for memory. What no slot says where it is, it asks for before it knows the
-slot; and for everything else at once.
+A CTA waits for memory half of its time. So it issues the loads whose addresses do not depend on the
+slot before it knows the slot, and then all others at once.
 """
 
 from typing import Any
@@ -36,15 +36,15 @@ from jaxattn.kernels.hopper.reduce.block_reduction import BlockReduction
 from jaxattn.kernels.hopper.reduce.cluster_reduction import ClusterSquareSum, cluster_block_index
 from jaxattn.kernels.hopper.store.row_store import store
 
-SPLIT = 4  # blocks of a state
-ROWS = DIM // SPLIT  # of a block
+SPLIT = 4  # CTAs per state
+ROWS = DIM // SPLIT  # rows of a CTA
 
-# A warp has a quarter of the rows, eight threads a row.
+# A warp has a quarter of the rows, with eight threads per row.
 MATRIX = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS, DIM), (ROWS // 4, DIM), (4, 32), (4,))),
     warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1,
 )  # fmt: skip
-# Each warp has all of a block's values, of which it convolves every one.
+# Each warp has all of a CTA's values, and convolves all of them.
 VALUES = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
 )
@@ -56,13 +56,13 @@ def _squares(op: GdnDecodeConfig, *, interpret: bool) -> ClusterSquareSum:
 
 
 def _lengths(op: GdnDecodeConfig, *, interpret: bool) -> BlockReduction:
-    """Of q and k."""
+    """The reduction for the lengths of q and k."""
     return BlockReduction(3 if op.l2norm else 1, CHANNEL, interpret=interpret)
 
 
 def scratch_types(op: GdnDecodeConfig, *, interpret: bool) -> dict[str, Any]:
     return {
-        # q, k and the values, and decays per channel, if there are any.
+        # q, k and the values, and the decays per channel, if there are any.
         "vectors": plgpu.SMEM(((2 + op.channels) * DIM + ROWS,), jnp.float32),
         "sums": _lengths(op, interpret=interpret).scratch_type(),
         "scalars": plgpu.SMEM((2,), jnp.float32),  # decay, beta
@@ -79,7 +79,7 @@ def _across(vector: jax.Array) -> jax.Array:
 
 
 class GdnDecodeClusterCta:
-    """32 rows of the state of a value head."""
+    """A CTA with 32 rows of the state of a value head."""
 
     def __init__(
         self, op: GdnDecodeConfig, first_row: int, *, interpret: bool,
@@ -89,18 +89,19 @@ class GdnDecodeClusterCta:
         vectors: Any, sums: Any, scalars: Any, square_sums: Any = None, squares_sent: Any,
         between: Any = None,
     ):  # fmt: skip
-        """
+        """Reads the indices of the CTA's row, heads and slots.
+
         Args:
-            first_row: of the output.
-            between: for the interpreter, whose blocks have no shared memory in common: memory of
-                any content, [B, Hk, blocks of a cluster].
+            first_row: The first row of the output.
+            between: For the interpreter, whose CTAs share no shared memory: global memory of any
+                content, [B, Hk, CTAs of a cluster].
         """
         self.op, self.interpret = op, interpret
         self.layer_ref, self.pool_ref, self.out_ref = layer_ref, pool_ref, out_ref
         self.vectors, self.sums, self.scalars = vectors, sums, scalars
         self.squares = _squares(op, interpret=interpret)
         self.lengths = _lengths(op, interpret=interpret)
-        self.meets = op.conv or op.norm  # whether blocks have to do with each other
+        self.meets = op.conv or op.norm  # whether the CTAs of a cluster depend on each other
         row, key_head = lax.axis_index("row"), lax.axis_index("key_head")
         self.part = cluster_block_index(op.group * SPLIT, interpret=interpret)
         self.layer, self.slot = layer_ref[0] * affine_ref[0] + affine_ref[1], reads_ref[row]
@@ -122,7 +123,7 @@ class GdnDecodeClusterCta:
         self.here.channels[2] = ChannelSlice(values.first + self.piece * ROWS, ROWS, VALUES)
 
     def run(self) -> None:
-        # Asked for before the slot is there.
+        # Loaded before the slot is known.
         new, b_and_a = self.here.new(), self.here.b_and_a()
         z: Any = None
         if self.op.norm:
@@ -145,7 +146,7 @@ class GdnDecodeClusterCta:
 
     def _update(self, new: Any, b_and_a: Any, z: Any) -> None:
         op, here = self.op, self.here
-        # Every load comes before what waits for the first one: latencies run side by side.
+        # Every load is issued before the first use, so that latencies overlap.
         windows = here.windows(self.layer, self.own, self.slot, new)
         (of_gates,) = here.of_gates(self.own, b_and_a)
         if op.norm:
@@ -182,7 +183,7 @@ class GdnDecodeClusterCta:
                     here.keep(self.layer, self.target, 0, window)
 
     def _share(self, vectors: list[jax.Array], of_gates: Any) -> None:
-        """q, k and the values, the sums of q and k, and the gates, for every warp."""
+        """Shares q, k and the values, the sums of q and k, and the gates with every warp."""
         q, k, v = vectors
         for first, x in ((0, q), (DIM, k), (2 * DIM, v)):
             self.vectors.at[pl.ds(first, x.size)][...] = x
@@ -195,17 +196,18 @@ class GdnDecodeClusterCta:
         self.scalars[1] = beta
         warpgroup_barrier(
             interpret=self.interpret
-        )  # vectors are there, and every warp has its inputs
+        )  # the vectors are there, and every warp has its inputs
 
     @property
     def _decays(self) -> Any:
-        """Where the decays per channel are."""
+        """The shared memory of the decays per channel."""
         return self.vectors.at[pl.ds(2 * DIM + ROWS, DIM)]
 
     def _step(self, state: jax.Array) -> tuple[jax.Array, ...]:
-        """The output, and what the state's update needs: decay, delta, k and the state, wide.
+        """Returns the output, and the operands of the state's update: decay, delta, k and the
+        state, broadcast.
 
-        Decays per channel are in the state already.
+        Decays per channel have already been applied to the state.
         """
         vectors, beta = self.vectors, self.scalars[1]
         decay: Any = 1.0 if self.op.channels else self.scalars[0]

@@ -4,16 +4,16 @@
     S     <- exp(g) S + delta k^T
     out   =  scale S q
 
-A block of one warpgroup has one value head of a row, or some of those of a key head:
-mainloop.py is what it does. Where there are few states, each has four blocks:
-cluster_mainloop.py. The convolution's state moves by S inputs a step, and a key head's q and k
-channels feed all of its value heads. The blocks of a key head therefore form a cluster: each reads
-those channels, and one writes them once all have.
+A CTA of one warpgroup has one value head of a row, or some of the value heads of a key head;
+mainloop.py is its body. If there are few states, four CTAs share each: cluster_mainloop.py. The
+convolution's state advances by S inputs per step, and a key head's q and k channels feed all of its
+value heads. The CTAs of a key head therefore form a cluster: each reads those channels, and one
+overwrites them after all have read them.
 
-Where f is given, the decay is a vector over Dk (KDA), and the norm's factor sigmoid(z).
+If f is given, the decay is a vector over Dk (KDA), and the norm's factor is sigmoid(z).
 
 Limits: Dk = Dv = 128, W = 4, Hv a multiple of Hk, 65,535 rows. Reference and tests:
-`jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer_decode.py; of
+`jaxattn.gdn.gated_delta_net_decode` (implementation="xla"), tests/ops/gdn/test_layer_decode.py; for
 KDA `jaxattn.kda.kimi_delta_attention_decode`, tests/ops/kda/test_layer_decode.py.
 """
 
@@ -37,22 +37,24 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES, require_hopper
 
 MOST_BLOCKS = 8  # of a cluster, on every Hopper GPU
-MAX_TOKENS = 8  # that a row may have: all of them are unrolled
-MAX_ROWS = 65_535  # blocks that CUDA has on a grid's second axis; its first has the key heads
-MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a block, barriers and alignment apart
+MAX_TOKENS = 8  # tokens per row: the loop over them is unrolled
+MAX_ROWS = 65_535  # CUDA's limit on a grid's second axis; the first axis has the key heads
+MOST_SHARED = SHARED_BYTES - RESERVED_BYTES - 1024  # of a CTA, without barriers and alignment
 
 
 def choose_config(
     group: int, states: int, q_len: int, dtype: Any, *, interpret: bool
 ) -> GdnDecodeTileConfig:
-    """A block a value head: the more and smaller the blocks, the shorter the last ones run.
+    """Returns the tile configuration: one CTA per value head, as a rule, since many small CTAs
+    shorten the tail.
 
-    The interpreter may not have the threads for a cluster. Of more than three states a
-    multiprocessor, which has room for three rings of large tiles (two beside more than five
-    tokens), or of several heads a block, tiles are small: four blocks share one, of one token. A
-    key head's two states of 16 bits have one block where those fill the places for four a
-    multiprocessor once, and more than half. So few states that each may have four multiprocessors
-    have them, if a key head's blocks fit in a cluster; with two each they would be slower.
+    The interpreter may not have the threads for a cluster. A multiprocessor has room for three
+    rings of large tiles (two with more than five tokens). With more states per multiprocessor than
+    that, or with several heads per CTA, tiles are small: four CTAs share a multiprocessor, for one
+    token. A key head's two states of 16 bits have one CTA if such CTAs fill the places for four per
+    multiprocessor once, and more than half. With so few states that each may have four
+    multiprocessors, each state gets four CTAs, if a key head's CTAs fit in a cluster. Two CTAs per
+    state would be slower.
     """
     if interpret:
         return GdnDecodeTileConfig()
@@ -69,10 +71,10 @@ def choose_config(
 def scratch(
     *, batch: int, q_len: int, num_v_heads: int, head_v_dim: int = DIM, dtype: Any = jnp.bfloat16
 ) -> ArenaSpec:
-    """The scratch of a decode op in the arena: region `out` [B, S, Hv, Dv].
+    """Returns the scratch of a decode op in the arena: region `out` [B, S, Hv, Dv].
 
     Raises:
-        ValueError: a size is not a positive integer; the message names the size. B and S may be 0.
+        ValueError: A size is not a positive integer; the message names the size. B and S may be 0.
     """
     check_sizes("gdn.scratch", least=0, batch=batch, q_len=q_len)
     check_sizes("gdn.scratch", num_v_heads=num_v_heads, head_v_dim=head_v_dim)
@@ -105,7 +107,7 @@ def gdn_decode_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """The decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
+    """Runs the decode ops of `jaxattn.gdn` and `jaxattn.kda` on a Hopper GPU.
 
     Returns:
         (out [B, S, Hv, Dv] in qkvz's dtype, conv_state, state), and the arena if there is one.
@@ -125,7 +127,7 @@ def gdn_decode_mosaic(
         )
     call = call.without_gradient()
     state, conv_state, arena = call.state, call.conv_state, call.arena
-    # Two axes of a state's stack are one in memory, and a tile may span two heads' rows.
+    # Two axes of a state's stack are contiguous in memory, and a tile may span two heads' rows.
     pool = state.reshape(-1, *state.shape[-4:-3], num_value_heads * DIM, DIM)
     pool_ref, conv_ref, out_ref = jax.new_ref(pool), None, None
     if conv_state is not None:
@@ -163,7 +165,7 @@ def gdn_decode_mosaic(
             cluster_mainloop.GdnDecodeClusterCta, op, first_row, interpret=interpret
         )
         scratch_types = cluster_mainloop.scratch_types(op, interpret=interpret)
-        if interpret:  # whose blocks have no shared memory in common
+        if interpret:  # whose CTAs share no shared memory
             between = jnp.zeros((batch, op.key_heads, blocks), jnp.float32)
             inputs["between"] = jax.new_ref(between)
     else:
@@ -176,7 +178,7 @@ def gdn_decode_mosaic(
     out = launch(
         lambda **refs: block(**refs).run(),
         name="gdn_decode" if call.f is None else "kda_decode",
-        # The last axis runs fastest: blocks at work together read neighbouring states.
+        # The last axis runs fastest: concurrent CTAs read neighboring states.
         grid={"row": batch, "key_head": op.key_heads},
         cluster={"part": blocks} if blocks > 1 else {},
         inputs=inputs,
@@ -184,7 +186,7 @@ def gdn_decode_mosaic(
         scratch=scratch_types,
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
+            unsafe_no_auto_barriers=True,  # the body synchronizes warps itself
         ),
         interpret=interpret,
         detect_races=detect_races,

@@ -1,17 +1,17 @@
-"""The body of the delta rule's decode: what a block does for the value heads that it has.
+"""The body of the delta rule's decode: the work of a CTA for its value heads.
 
-It convolves the channels of its q, k and v, prepares the gates (prologue.py), and takes
-the states [Dv, Dk] tile by tile through a ring in shared memory, so that loads, arithmetic and
-stores overlap, with those of the other blocks on the multiprocessor as well. A tile stays in
-registers over the S tokens. Both products with it are of the state before a token's update (S q is
-exp(g) S q + delta (k q)), so that their sums run side by side. Decays per channel multiply the
-state before both. The output is normalised and gated when all of its head is there.
+A CTA convolves the channels of its q, k and v, and computes the gates (prologue.py). It processes
+the states [Dv, Dk] tile by tile through a ring in shared memory. Loads, arithmetic and stores thus
+overlap, also with those of the other CTAs on the multiprocessor. A tile stays in registers over the
+S tokens. Both products with it use the state before a token's update (S q is exp(g) S q + delta (k
+q)), so that their sums overlap. Decays per channel multiply the state before both. The output is
+normalized and gated when all of its head is there.
 
-A row of one token takes little more than its latencies. So warps wait for each other only where one
-reads or overwrites what another, or a copy, has to do with: Pallas would have them wait around
-every store. And q and k are in shared memory as the convolution leaves them; every warp adds up for
-itself what makes them unit vectors. They are before they meet a state, that a sum of large numbers
-does not overflow which the unit vectors' would not.
+A row of one token takes little more than its latencies. So warps synchronize only where one reads
+or overwrites data of another warp or of a copy; Pallas would synchronize around every store. In
+shared memory q and k are as the convolution leaves them, and every warp computes their inverse
+lengths itself. These factors are applied before q and k are multiplied with a state, so that no sum
+of large numbers overflows that would not overflow for unit vectors.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 
 @dataclasses.dataclass(frozen=True)
 class GdnDecodeTileConfig:
-    """How the states are cut up.
+    """The tiling of the states.
 
     Attributes:
-        tile: rows of a state [Dv, Dk] that are in registers at a time.
-        stages: tiles in the ring.
-        parts: blocks that share a key head's value heads, a cluster.
-        split: a state's rows have four blocks, and what is said above does not count.
+        tile: Rows of a state [Dv, Dk] that are in registers at a time.
+        stages: Tiles in the ring.
+        parts: CTAs that share a key head's value heads, a cluster.
+        split: Whether four CTAs share a state's rows; the other attributes are then unused.
     """
 
     tile: int = 64
@@ -61,7 +61,7 @@ class GdnDecodeTileConfig:
 
 
 def _steps_and_stages(op: GdnDecodeConfig, config: GdnDecodeTileConfig) -> tuple[int, int]:
-    """Tiles that a block takes, and places in its ring: no more than it has tiles."""
+    """Returns the tiles that a CTA processes, and the stages of its ring, at most as many."""
     steps = op.group // config.parts * DIM // config.tile
     return steps, min(config.stages, steps)
 
@@ -75,40 +75,42 @@ def scratch_types(
     cluster = config.parts > 1 and op.conv
     return {
         "ring": plgpu.SMEM(ring, state_dtype, transforms=_tile_transforms(state_dtype)),
-        # q, k and the values, and behind them the decays per channel, if there are any.
+        # q, k and the values, followed by the decays per channel, if there are any.
         "vectors": plgpu.SMEM((op.q_len, (2 + heads * (1 + op.channels)) * DIM), jnp.float32),
         # The output before its norm.
         "out_smem": plgpu.SMEM((op.q_len, heads * DIM), jnp.float32),
-        "loaded": plgpu.Barrier(num_barriers=stages),  # a tile
-        # Decays, then betas; of one head they stay in registers.
+        "loaded": plgpu.Barrier(num_barriers=stages),  # a tile has been loaded
+        # Decays, then betas; with one head they stay in registers.
         "scalars": plgpu.SMEM((2 * heads, op.q_len), jnp.float32) if heads > 1 else None,
         "all_read": plgpu.ClusterBarrier(collective_axes=("part",)) if cluster else None,
     }
 
 
 def shared_bytes(op: GdnDecodeConfig, config: GdnDecodeTileConfig, state_dtype: Any) -> int:
-    """Of a block, without its barriers."""
+    """Returns the shared memory of a CTA, without its barriers."""
     every = scratch_types(op, config, state_dtype).values()
     arrays = [x for x in every if hasattr(x, "dtype")]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)
 
 
 def _tile_transforms(state_dtype: Any) -> Any:
-    """A tile of float32 is row-major, so that a copy is of whole rows, one piece of memory; left to
-    itself, JAX would choose a swizzle. One of bfloat16 is swizzled, and copied 128 bytes of a row
-    at a time: row-major, with 16 bytes a thread, it is slower."""
+    """A tile of float32 is row-major, so that a copy has whole rows, one piece of memory; by
+    default, JAX would choose a swizzle. A tile of bfloat16 is swizzled, and copied 128 bytes of a
+    row at a time: row-major, with 16 bytes per thread, it is slower."""
     if state_dtype == jnp.float32:
         return (plgpu.TilingTransform((8, DIM)),)  # type: ignore[abstract]
     return swizzled(state_dtype)
 
 
 def _layout(tile: int) -> Any:
-    """Registers of a tile [tile, Dk]: a warp a quarter of its rows, eight threads a row.
+    """The register layout of a tile [tile, Dk]: a quarter of its rows per warp, eight threads per
+    row.
 
-    A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads meet no
-    bank conflict; and of k and q, held beside the states, a thread has an eighth. Of bfloat16 they
-    are 64 bytes, and 16 threads have rows four apart, which lie in different halves of 128 bytes,
-    swizzled as they are: with neighbouring rows every load and store would be two and a choice.
+    A float32 row's 32 keys are 128 bytes of shared memory, so that a warp's 16-byte loads have no
+    bank conflict. Of k and q, which are held next to the states, a thread has an eighth. In
+    bfloat16 the keys are 64 bytes, and 16 threads have rows four apart, which lie in different
+    halves of the swizzled 128 bytes. With neighboring rows every load and store would be two and a
+    select.
     """
     tiles = ((tile, DIM), (tile // 4, DIM), (8, 32), (4, 32), (2, 32), (4,))
     return plgpu.Layout.TILED(
@@ -117,7 +119,8 @@ def _layout(tile: int) -> Any:
 
 
 class GdnDecodeCta:
-    """The value heads of a key head in a row, or a part of them, tile after tile."""
+    """A CTA that processes the value heads of a key head in a row, or a part of them, tile after
+    tile."""
 
     def __init__(
         self, op: GdnDecodeConfig, config: GdnDecodeTileConfig, first_row: int, *, interpret: bool,
@@ -126,7 +129,7 @@ class GdnDecodeCta:
         out_ref: Any,
         ring: Any, vectors: Any, out_smem: Any, loaded: Any, scalars: Any, all_read: Any,
     ):  # fmt: skip
-        """`first_row`: of the output."""
+        """`first_row`: the first row of the output."""
         self.op, self.first_row, self.interpret = op, first_row, interpret
         self.tile, self.heads = config.tile, op.group // config.parts
         self.steps, self.stages = _steps_and_stages(op, config)
@@ -146,7 +149,7 @@ class GdnDecodeCta:
             self.targets = {token: writes_ref[self.row, token] for token in range(op.q_len)}
         else:
             self.targets = {op.q_len - 1: writes_ref[self.row]}
-        # Both numbers are asked for at once: one after the other would take twice as long.
+        # Both numbers are loaded at once: one after the other would take twice as long.
         self.live = self._in_pool(self.slot) & (self.layer >= 0) & (self.layer < pool_ref.shape[0])
         heads = [self.first_head + head for head in range(self.heads)]
         self.here = GdnDecodeInputs(
@@ -154,7 +157,7 @@ class GdnDecodeCta:
         )  # fmt: skip
 
     def run(self) -> None:
-        # Asked for before the slot is there, where it is enough for that to pay.
+        # Loaded before the slot is known, if there is enough for that to pay off.
         early = self.here.given() if self.heads > 1 else None
         pl.when(self.live)(lambda: self._update(early))
 
@@ -166,7 +169,7 @@ class GdnDecodeCta:
                     self._out_at(token, head)[...] = zeros.astype(self.out_ref.dtype)
 
     def _in_pool(self, slot: Any) -> Any:
-        # One past the layer's slots would be the next layer's: TMA sees them as one axis.
+        # A slot past the layer's last would be the next layer's: TMA sees them as one axis.
         return (slot >= 0) & (slot < self.slots)
 
     def _states(self, slot: Any, step: Any) -> Any:
@@ -187,12 +190,12 @@ class GdnDecodeCta:
             pl.when(self._in_pool(target))(keep)
 
     def _update(self, early: Any) -> None:
-        """A row with a state: its inputs, its tiles, its output."""
+        """Processes a row with a state: its inputs, its tiles, its output."""
         op, here = self.op, self.here
         for step in range(self.stages):
             self._fetch(step)
 
-        # Every load comes before what waits for the first one: latencies run side by side.
+        # Every load is issued before the first use, so that latencies overlap.
         new, b_and_a, z = early or here.given()
         windows = here.windows(self.layer, self.own, self.slot, new)
         of_gates = here.of_gates(self.own, b_and_a)
@@ -204,11 +207,11 @@ class GdnDecodeCta:
                 to = self.vectors.at[token, pl.ds(i * DIM, DIM)]
                 to[...] = convolved(window, taps, token)
         times: Any = None
-        if op.norm:  # what the normed output is times
+        if op.norm:  # the factor of the normed output
             times = [[norm * gated(op, x) for x in of_head] for of_head in z]
         warpgroup_barrier(
             interpret=self.interpret
-        )  # vectors are there, and every warp has its inputs
+        )  # the vectors are there, and every warp has its inputs
         if self.all_read is not None:
             plgpu.barrier_arrive(self.all_read)
         if op.conv:
@@ -229,8 +232,8 @@ class GdnDecodeCta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _gates(self, of_gates: Any) -> list[tuple[Any, Any]]:
-        """(decay, beta) of each token; of several heads they are in shared memory as well, and
-        these are read there. So are decays per channel."""
+        """Returns the (decay, beta) of each token. With several heads they are also in shared
+        memory, from which they are read, as are decays per channel."""
         found = []
         for head, each in enumerate(of_gates):
             for token, (decay, beta) in enumerate(gates(self.op, *each)):
@@ -244,7 +247,7 @@ class GdnDecodeCta:
         return found
 
     def _decays(self, token: int, head: Any) -> Any:
-        """Where the decays per channel of a head are."""
+        """The shared memory of the decays per channel of a head."""
         return self.vectors.at[token, pl.ds((2 + self.heads + head) * DIM, DIM)]
 
     def _q_and_k(self, token: int) -> list[jax.Array]:
@@ -255,7 +258,7 @@ class GdnDecodeCta:
         return lax.broadcast_in_dim(vector, (self.tile, DIM), [0])
 
     def _walk(self, decays_and_betas: list[tuple[Any, Any]]) -> None:
-        """Tile by tile, every token's update and output."""
+        """Computes every token's update and output, tile by tile."""
         op, steps, stages = self.op, self.steps, self.stages
         qk = [self._q_and_k(token) for token in range(op.q_len)]
         factors = [factors_of(op, map(jnp.sum, products(op, *each))) for each in qk]
@@ -264,7 +267,7 @@ class GdnDecodeCta:
             q_factor, k_factor, _ = factors[token]
             return q * q_factor, k * k_factor
 
-        # Of one token they stay in registers; of several there is no room for that.
+        # With one token they stay in registers; with several there is no room for that.
         only = units(0, *qk[0]) if op.q_len == 1 else None
         only_decays = None
         if op.channels and op.q_len == 1 and self.heads == 1:
@@ -305,12 +308,12 @@ class GdnDecodeCta:
 
                 @pl.when((step > 0) & (step - 1 + stages < steps))
                 def _refill():
-                    # Behind this wait, the tile before this one is read and stored.
+                    # After this wait, the tile before this one has been read and stored.
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                     self._fetch(step - 1 + stages)
 
     def _store(self, state: jax.Array, token: int, step: jax.Array, at: jax.Array) -> None:
-        """The state after a token, if there is a slot for it."""
+        """Stores the state after a token, if there is a slot for it."""
         target = self.targets[token]
 
         @pl.when(self._in_pool(target))
@@ -323,7 +326,7 @@ class GdnDecodeCta:
             plgpu.copy_smem_to_gmem(here, self._states(target, step))
 
     def _write(self, times: Any) -> None:
-        """The output, normed and gated."""
+        """Stores the output, normed and gated."""
         op = self.op
         for head in range(self.heads):
             for token in range(op.q_len):

@@ -1,7 +1,7 @@
-"""The prologue of delta-rule decode: loads beside the states, the convolution and the gates.
+"""The prologue of delta-rule decode: the loads other than states, the convolution and the gates.
 
-The channels of its q, k and values with their convolution, the gates, and what makes q and k unit
-vectors. A thread has one channel of a head's 128.
+It computes the convolved channels of q, k and values, the gates, and the factors that make q and k
+unit vectors. A thread has one channel of a head's 128.
 """
 
 import dataclasses
@@ -26,12 +26,14 @@ CHANNEL = plgpu.Layout.WG_STRIDED((DIM,), vec_size=1)
 
 @dataclasses.dataclass(frozen=True)
 class GdnDecodeConfig:
-    """What a launch computes; `conv` and `norm` say which ends of the layer are fused.
+    """The static properties of a launch; `conv` and `norm` are whether these ends of the layer are
+    fused.
 
-    `stacked`: there is a row of weights a layer, not one. `keep`: states are kept after every
-    token, not after the last. `channels`: every channel of the key has a decay of its own (KDA),
-    and the norm's factor is sigmoid(z). `lower_bound`: of such log decays, or None for softplus.
-    `halves`: b and a are sums of two columns, 2 Hv apart.
+    `stacked`: whether there is a row of weights per layer, not one. `keep`: whether states are
+    stored after every token, not only after the last. `channels`: whether every channel of the key
+    has its own decay (KDA), and the norm's factor is sigmoid(z). `lower_bound`: the lower bound of
+    such log decays, or None for softplus. `halves`: whether b and a are sums of two columns, 2 Hv
+    apart.
     """
 
     q_len: int
@@ -59,20 +61,21 @@ class GdnDecodeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ChannelSlice:
-    """Neighbouring numbers of a row of inputs or weights, and the threads that have them."""
+    """Adjacent numbers of a row of inputs or weights, and the threads that hold them."""
 
     first: Any
     count: int = DIM
     layout: Any = CHANNEL
 
     def load(self, ref: Any) -> jax.Array:
-        """Those of a whole row."""
+        """Loads the slice from a ref of a whole row."""
         at = pl.ds(self.first, self.count)
         return plgpu.load(ref.at[at], layout=self.layout, optimized=False)
 
 
 def _softplus(x: jax.Array) -> jax.Array:
-    """log(1 + e^x). The GPU's logarithm is good to 2^-22 of 1, not of a result near 0."""
+    """Returns log(1 + e^x). The GPU's logarithm is accurate to 2^-22 near 1, not relative to a
+    result near 0."""
     t = jnp.exp(-jnp.abs(x))
     series = t * (1 - t * (1 / 2 - t * (1 / 3 - t * (1 / 4))))
     return jnp.maximum(x, 0.0) + jnp.where(t < 0.05, series, jnp.log(1.0 + t))
@@ -85,7 +88,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 def gates(
     op: GdnDecodeConfig, A_log: Any, bias: Any, b: list[Any], a: list[Any]
 ) -> list[tuple[Any, Any]]:
-    """(decay, beta) of a head's tokens; a decay per channel is CHANNEL's."""
+    """Returns the (decay, beta) of a head's tokens; a decay per channel has the layout CHANNEL."""
     rate = jnp.exp(A_log)
 
     def decay(a: Any) -> Any:
@@ -98,12 +101,12 @@ def gates(
 
 
 def gated(op: GdnDecodeConfig, z: jax.Array) -> jax.Array:
-    """What the normed output is times."""
+    """Returns the factor of the normed output."""
     return _sigmoid(z) if op.channels else silu(z)
 
 
 def products(op: GdnDecodeConfig, q: jax.Array, k: jax.Array) -> Iterator[jax.Array]:
-    """What `factors_of` takes the sums of."""
+    """Yields the products whose sums `factors_of` takes."""
     if op.l2norm:
         yield q * q
         yield k * k
@@ -111,13 +114,14 @@ def products(op: GdnDecodeConfig, q: jax.Array, k: jax.Array) -> Iterator[jax.Ar
 
 
 def factors_of(op: GdnDecodeConfig, sums: Iterable[jax.Array]) -> tuple[Any, Any, jax.Array]:
-    """What a token's q and k are times, and the product of both, of the sums of `products`."""
+    """Returns the factors of a token's q and k, and the product of both, from the sums of
+    `products`."""
     sums = iter(sums)
     if not op.l2norm:
         return op.scale, 1.0, next(sums) * op.scale
     q_factor, k_factor = (lax.rsqrt(next(sums) + 1e-6) for _ in range(2))
     q_factor *= op.scale
-    # Of a vector too long for its norm the factor is 0, and the product may be inf.
+    # For a vector too long for its norm the factor is 0, and the product may be inf.
     k_q = next(sums) * q_factor * k_factor
     return q_factor, k_factor, jnp.where((q_factor == 0) | (k_factor == 0), 0.0, k_q)
 
@@ -130,10 +134,10 @@ def convolved(window: list[jax.Array], taps: list[jax.Array], token: int) -> jax
 
 
 class GdnDecodeInputs:
-    """Of one row's value heads `heads`, which share a key head.
+    """The inputs of one row's value heads `heads`, which share a key head.
 
-    `channels`: of q, of k and of each head's values. f and z of the value heads have arrays of
-    their own where decays are per channel; then `ba` holds b alone.
+    `channels`: those of q, of k and of each head's values. With decays per channel, f and z of the
+    value heads are separate arrays, and `ba` has only b.
     """
 
     def __init__(
@@ -147,12 +151,13 @@ class GdnDecodeInputs:
         self.channels = [ChannelSlice(head * DIM) for head in of_heads]
 
     def of_tokens(self, channels: ChannelSlice, ref: Any = None) -> list[jax.Array]:
-        """Each token's, of q, k and v unless of other inputs."""
+        """Loads each token's channels, from q, k and v unless `ref` is another input."""
         ref = self.qkvz if ref is None else ref
         return [channels.load(ref.at[self.row, token]) for token in range(self.op.q_len)]
 
     def b_and_a(self) -> list[Any]:
-        """(b, a) of the value heads' tokens; of decays per channel a is 128 channels of f."""
+        """Returns (b, a) of the value heads' tokens; with decays per channel a is 128 channels of
+        f."""
 
         def numbers(first: Any) -> list[Any]:
             found = [self.ba[self.row, token, first] for token in range(self.op.q_len)]
@@ -169,34 +174,35 @@ class GdnDecodeInputs:
         return [[numbers(head), numbers(self.op.value_heads + head)] for head in self.heads]
 
     def new(self) -> list[list[jax.Array]]:
-        """The tokens' inputs of `channels`."""
+        """Returns the tokens' inputs of `channels`."""
         return [self.of_tokens(some) for some in self.channels]
 
     def of_gate(self, head: Any, first: Any = 0, count: int = DIM, layout: Any = CHANNEL) -> Any:
-        """z of a head's channels from `first` on, of each token."""
+        """Returns z of a head's channels from `first` on, for each token."""
         packed = 0 if self.op.channels else self.op.conv_channels
         z = ChannelSlice(packed + head * DIM + first, count, layout)
         return self.of_tokens(z, self.z if self.op.channels else self.qkvz)
 
     @property
     def first_norm(self) -> int:
-        """Where the norm's weight begins in a row of weights: behind A_log and dt_bias."""
+        """The index of the norm's weight in a row of weights: after A_log and dt_bias."""
         return self.op.value_heads * (1 + DIM if self.op.channels else 2)
 
     def given(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """What no slot says where it is: (inputs, (b, a) and z of the value heads)."""
+        """Loads everything whose address does not depend on the slot: (inputs, (b, a) and z of the
+        value heads)."""
         b_and_a = self.b_and_a()
         z = [self.of_gate(head) for head in self.heads] if self.op.norm else []
         return self.new(), b_and_a, z
 
     def windows(self, layer: Any, own: Any, slot: Any, new: list[list[jax.Array]]) -> list[Any]:
-        """Of each of `channels`: (these, their W - 1 + S inputs, their W taps).
+        """Returns, for each of `channels`: (the channels, their W - 1 + S inputs, their W taps).
 
         `own`: the layer's row of weights.
         """
         if not self.op.conv:
             return [(some, inputs, []) for some, inputs in zip(self.channels, new, strict=True)]
-        at = self.first_norm + DIM  # of the first tap
+        at = self.first_norm + DIM  # index of the first tap
         every = self.op.conv_channels
         windows = []
         for some, inputs in zip(self.channels, new, strict=True):
@@ -208,7 +214,7 @@ class GdnDecodeInputs:
         return windows
 
     def of_gates(self, own: Any, b_and_a: list[Any]) -> list[tuple[Any, ...]]:
-        """What `gates` takes, of each head."""
+        """Returns the arguments of `gates` for each head."""
         count = self.op.value_heads
 
         def bias(head: Any) -> Any:
@@ -225,7 +231,8 @@ class GdnDecodeInputs:
         return ChannelSlice(self.first_norm).load(self.weights.at[own])
 
     def keep(self, layer: Any, target: Any, token: int, window: Any) -> None:
-        """A window's last W - 1 inputs up to `token`, as the convolution's state of a slot."""
+        """Stores a window's last W - 1 inputs up to `token` as the convolution's state of a
+        slot."""
         channels, inputs, _ = window
         at = pl.ds(channels.first, channels.count)
         for j, x in enumerate(inputs[token + 1 : token + WIDTH]):

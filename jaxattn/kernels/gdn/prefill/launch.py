@@ -1,9 +1,9 @@
-"""Chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
+"""The chunked gated delta rule on a Hopper GPU: the plan, and the kernels in order.
 
-    intra_chunk/launch.py         of every chunk of 64 tokens alone: its inverse, its masked scores
-    kda_intra_chunk/launch.py the same where every channel of the key decays by itself
-    segment_scan.py      if sequences are few and long: the states inside them, in parallel
-    inter_chunk/launch.py    the pass over the chunks of each sequence, state in registers
+    intra_chunk/launch.py       every chunk of 64 tokens by itself: its inverse, its masked scores
+    kda_intra_chunk/launch.py   the same where every channel of the key has its own decay
+    inter_chunk/segment_scan.py if sequences are few and long: the states inside them, in parallel
+    inter_chunk/launch.py       the pass over the chunks of each sequence, state in registers
 
 Limits: Dk = Dv = 128, chunks of 64 tokens, q, k and v in bfloat16 or float16, states and gates in
 float32. Reference: `jaxattn.ops.gdn.chunk_xla`; tests: tests/kernels/gdn/prefill/test_kernel.py.
@@ -31,12 +31,12 @@ from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
 from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 
-# Up to so many sequences are cut number by number: then the plan is one kernel of XLA's.
+# Up to this many sequences are divided number by number: the plan is then one XLA kernel.
 WRITTEN_OUT = 16
 
 
 class PrefillStatePool(NamedTuple):
-    """A stack of state pools, and the slots in it of n sequences; -1 is none."""
+    """A stack of state pools, and the slots in it of n sequences; -1 means none."""
 
     states: jax.Array  # float32 or bfloat16 [L, Z, Hv, 128, 128]
     layer: jax.Array  # int32 [1]
@@ -48,20 +48,21 @@ class PrefillStatePool(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """Which tokens each chunk and each run of chunks has; a chunk belongs to one sequence."""
+    """The tokens of each chunk and of each run of chunks; a chunk belongs to one sequence."""
 
-    # int32 [7, N + 1 + R + 1], one array so that one kernel of XLA's makes it: in N columns the
-    # first token and the tokens of a chunk; how many of those columns are used; in R columns the
-    # runs, whose rows are in state_update.py; and as one more run the padding.
+    # int32 [7, N + 1 + R + 1], one array so that one XLA kernel computes it. N columns have the
+    # first token and the tokens of a chunk, and the next column has the number of those in use. R
+    # columns have the runs, whose rows are in state_update.py, and the last one has the padding as
+    # another run.
     table: jax.Array
     num_chunks: int  # N
-    kept: jax.Array | None  # int32 [N], the slot that takes the state after the chunk, or -1
-    sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot that it starts from
+    kept: jax.Array | None  # int32 [N], the slot that receives the state after the chunk, or -1
+    sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot of the initial state
 
 
 def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, ...]:
-    """Ranges [n] cut in pieces of `size`, at least one each: of every piece its range, where it
-    starts and how long it is; of every range its first piece and how many it has."""
+    """Divides ranges [n] into pieces of `size`, at least one per range. Returns for every piece its
+    range, start and length, and for every range its first piece and its number of pieces."""
     count, piece = starts.shape[0], xp.arange(pieces, dtype=xp.int32)
     if xp is jnp and count <= WRITTEN_OUT:
         return _cut_written_out(starts, ends, size, piece)
@@ -69,7 +70,7 @@ def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, 
     last = xp.cumsum(number, dtype=xp.int32)
     if xp is np:
         owner = np.searchsorted(last, piece, side="right").astype(np.int32)
-    else:  # one kernel, where a search is a loop
+    else:  # one kernel, where a search would be a loop
         owner = jnp.sum(piece[:, None] >= last, axis=1, dtype=jnp.int32)
     first = last - number
     used, owner = owner < count, xp.minimum(owner, count - 1)
@@ -79,7 +80,7 @@ def _cut(xp: Any, starts: Any, ends: Any, size: int, pieces: int) -> tuple[Any, 
 
 
 def _cut_written_out(starts: Any, ends: Any, size: int, piece: Any) -> tuple[Any, ...]:
-    """The same of few ranges, number by number: then it is no kernel of its own."""
+    """Divides few ranges, number by number, which takes no kernel of its own."""
     owner = begin = start = end = jnp.zeros_like(piece)
     firsts, numbers, first = [], [], jnp.int32(0)
     for i in range(starts.shape[0]):
@@ -97,14 +98,15 @@ def _cut_written_out(starts: Any, ends: Any, size: int, piece: Any) -> tuple[Any
 def plan(
     offsets: jax.Array | np.ndarray, length: int, segment: int, pool: PrefillStatePool
 ) -> ChunkPlan:
-    """The chunks and runs of sequences at int32 `offsets` [n + 1].
+    """Returns the chunks and runs of sequences at int32 `offsets` [n + 1].
 
-    What depends on offsets in NumPy alone is worked out here and now, and the rest by the device.
+    Parts that depend only on NumPy offsets are computed immediately on the host, the others on the
+    device.
 
     Args:
-        length: T, of which the tokens past the last offset are padding.
-        segment: tokens of a run, a multiple of 64, or 0 for one run a sequence.
-        pool: the slots; its states are not used.
+        length: T; the tokens past the last offset are padding.
+        segment: Tokens of a run, a multiple of 64, or 0 for one run per sequence.
+        pool: The slots; its states are not used.
     """
     count = offsets.shape[0] - 1
     xp: Any = np if isinstance(offsets, np.ndarray) else jnp
@@ -137,7 +139,7 @@ def plan(
     steps = (tokens + (CHUNK - 1)) // CHUNK
     # The tokens past the last offset: their output is 0.
     fill = (ends[-1], length - ends[-1], 0, 0, 1, -1, -1)
-    # From here on with the slots, which may be known to the device alone.
+    # The rest depends on the slots, which may be known only on the device.
     slots: Any = (pool.live, pool.reads, pool.writes)
     if xp is jnp or not isinstance(pool.writes, np.ndarray):
         xp, slots = jnp, [jnp.asarray(x) for x in slots]
@@ -146,24 +148,25 @@ def plan(
     write = xp.where(is_last, writes[owner], -1) if segment else writes
     columns = (start, tokens, chunk, steps, is_last, read if segment else reads, write)
     runs = [xp.append(column, last) for column, last in zip(columns, fill, strict=True)]
-    # Runs' numbers side by side: of threads that differ a GPU takes one after another.
+    # The runs' numbers are side by side: a GPU serializes threads that diverge.
     zeros = np.zeros(num_chunks + 1, np.int32)
     table = zip([*chunks, *[zeros] * (len(runs) - 2)], runs, strict=True)
     rows = xp.stack([xp.concatenate(row) for row in table])
     sequences = xp.stack([first, number, reads], axis=1)
     arrays = jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), (rows, kept, sequences))
-    # Or XLA works them out once more where they are read.
+    # Without the barrier XLA recomputes them where they are read.
     rows, kept, sequences = lax.optimization_barrier(arrays)
     return ChunkPlan(rows, num_chunks, kept, sequences)
 
 
 def segment_tokens(length: int, count: int, value_heads: int) -> int:
-    """Tokens of a segment for T, n and Hv, or 0 where splitting the sequences does not pay.
+    """Returns the tokens of a segment for T, n and Hv, or 0 if splitting the sequences does not pay
+    off.
 
-    The times, in us, are of a chunk in the output pass and in the transition pass, with the two
-    halves of a state in one block or each in its own, of a step over the segments, and what two
-    more kernels add. Those of halves in one block were measured on an H200, the others are guesses.
-    Of static shapes only: the choice does not depend on lengths or gates.
+    The times below are in us. They are those of a chunk in the output pass and in the transition
+    pass, with the two halves of a state in one CTA or in one each, of a step over the segments, and
+    of two more kernels. Those of halves in one CTA were measured on an H200, the others are
+    guesses. The choice depends only on static shapes, not on lengths or gates.
     """
     output, transition, step, launches = (2.1, 1.5), (1.6, 1.2), 1.5, 7.0
 
@@ -196,7 +199,7 @@ def refuse_prefill(
     *,
     interpret: bool,
 ) -> None:
-    """Raises `Refusal`, with the reason, where the kernels cannot run."""
+    """Raises `Refusal`, with the reason, if the kernels cannot run."""
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise Refusal(
@@ -230,13 +233,13 @@ def gdn_prefill_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gdn.chunk_gated_delta_rule` on a Hopper GPU: output and final states.
+    """`jaxattn.gdn.chunk_gated_delta_rule` on a Hopper GPU: returns the output and final states.
 
-    With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`: output and the pool's states.
-    For arguments that `refuse_prefill` accepts. `segment` is the number of tokens, a multiple of
-    64, that a block takes of a long sequence, 0 for all; None chooses by `segment_tokens`.
+    With a pool it is `jaxattn.gdn.gated_delta_rule_prefill`, and returns the output and the pool's
+    states. The arguments must pass `refuse_prefill`. `segment` is the number of tokens of a long
+    sequence, a multiple of 64, that a CTA takes; 0 means all, and None chooses by `segment_tokens`.
     A g of [B, T, Hv, Dk] has a decay for every channel of the key. `matrices` are those of
-    `whole_chunk_matrices` where they are there already.
+    `whole_chunk_matrices`, if they exist already.
     """
     batch, length = v.shape[:2]
     tokens = batch * length
@@ -260,7 +263,7 @@ def gdn_prefill_mosaic(
     g, beta, channels = g.astype(jnp.float32), beta.astype(jnp.float32), g.ndim == 3
     of_chunks: dict[str, Any] = {"scale": scale, "use_qk_l2norm": use_qk_l2norm}
     afterwards = 1.0
-    if scale <= 0 and not channels:  # of which the kernel has no logarithm
+    if scale <= 0 and not channels:  # whose logarithm the kernel needs
         of_chunks["scale"], afterwards = 1.0, scale
     busy = count if not segment else max(count, -(-tokens // segment))
     inside = (
@@ -296,14 +299,14 @@ def gdn_prefill_mosaic(
     if afterwards != 1.0:
         o = o * jnp.asarray(afterwards, o.dtype)
     if norm is not None and not inside:
-        # Padding is 0, and stays so whatever its gate holds.
+        # Padding is 0, and stays 0 whatever its gate contains.
         o = jnp.where(jnp.any(o != 0, axis=-1, keepdims=True), gated_rms_norm(o, *norm), 0)
     o = o.reshape(batch, length, *o.shape[1:])
     return o, states if pool is not None else states[0]
 
 
 def _arrays_as_pool(initial: jax.Array | None, count: int, value_heads: int) -> PrefillStatePool:
-    """Of states in arrays: a pool whose slots are the sequences; without them nothing is read."""
+    """Returns a pool whose slots are the sequences; without initial states nothing is read."""
     each = np.arange(count, dtype=np.int32)
     if initial is None:
         states, reads = jnp.zeros((1, 0, value_heads, DIM, DIM)), np.full_like(each, -1)

@@ -16,15 +16,14 @@ CHUNK = 64
 # in every place. Without l2norm the inverse lengths are 1.
 READ, OUT, WRITE, DECAY = range(4)
 VECTORS = 4
-# Behind them, for the backward pass: beta, the running sum of the log2 decays, and log2 of
-# scale |q|^-1 and |k|^-1. Where channels have decays of their own, behind the two halves of
-# exp(G_last): beta.
+# For the backward pass, these follow: beta, the running sum of the log2 decays, and log2 of scale
+# |q|^-1 and |k|^-1. With decays per channel, beta follows the two halves of exp(G_last).
 BETA, SUM, LOG_Q, LOG_K = range(VECTORS, VECTORS + 4)
 BACKWARD_VECTORS = VECTORS + 4
 CHANNEL_BETA = 2
 
-# X and P are lower triangular and kept as [96, 32], a quarter less to write and read: columns 0 to
-# 31 of all rows, then columns 32 to 63 of rows 32 to 63.
+# X and P are lower triangular and stored as [96, 32], a quarter less to write and read. Columns 0
+# to 31 of all rows come first, then columns 32 to 63 of rows 32 to 63.
 TRIANGLE = (96, 32)
 
 TILE = plgpu.Layout.WGMMA
@@ -32,10 +31,10 @@ BY_ROW, BY_COLUMN = TILE.reduce(1), TILE.reduce(0)
 
 
 def compiler_params() -> Any:
-    """Stores to shared memory are ordered by `commit_smem` and by waits alone, in all kernels here:
-    what a warpgroup writes there it commits before other threads, wgmma or TMA read it, and at
-    least one such barrier lies between a read and the next write of the same place. What only
-    loads of another warpgroup read is handed over by the arrival at an mbarrier alone."""
+    """Returns the parameters of all kernels here, in which only `commit_smem` and waits order
+    stores to shared memory. A warpgroup commits its stores before other threads, wgmma or TMA read
+    them. At least one such barrier is between a read and the next write of the same place. Data
+    that only loads of another warpgroup read needs only the arrival at an mbarrier."""
     return plgpu.CompilerParams(
         approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
     )
@@ -44,12 +43,12 @@ def compiler_params() -> Any:
 def token_tiles(
     leading: tuple[int, ...], dtype: Any, *, interpret: bool, plain: bool = False
 ) -> Any:
-    """Scratch [*leading, 64 tokens, 64] for rows that start at any token.
+    """Returns scratch [*leading, 64 tokens, 64] for rows that start at any token.
 
-    A copy through `swizzled` tiles of 8 rows starts at a multiple of 8 rows in global memory. The
-    same bytes seen without tiles are what TMA writes from any row: the kernel gets the two views
+    A copy to `swizzled` tiles of 8 rows must start at a multiple of 8 rows in global memory. TMA
+    can write the same bytes, seen without tiles, from any row. The kernel therefore gets two views
     (copied, operand), and with `plain` a third without the swizzle, for a few rows of an end. The
-    interpreter keeps no bytes, and there all are one array.
+    interpreter has no bytes to share: all views are one array there.
     """
     shape = (*leading, CHUNK, 64)
     if interpret:
@@ -63,29 +62,30 @@ def token_tiles(
 
 
 def both_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
-    """(copied, operand) of a `token_tiles` scratch."""
+    """The (copied, operand) views of a `token_tiles` scratch."""
     return (ref, ref) if interpret else ref
 
 
 def copy_rows(source: Any, destination: Any, barrier: Any, first: Any = 0, halves: int = 2) -> None:
-    """Halves, from the first, of [64, 128] rows from any token, into [halves, 64, 64]."""
+    """Copies halves, from the first, of [64, 128] rows from any token, into [halves, 64, 64]."""
     for half in range(halves):
         columns = source.at[:, pl.ds(64 * (first + half), 64)]
         plgpu.copy_gmem_to_smem(columns, destination.at[half], barrier)
 
 
 def copy_vectors(source: Any, destination: Any, barrier: Any) -> None:
-    """Of a chunk, as many as there is room for: the backward pass's stand behind the others."""
+    """Copies the vectors of a chunk, as many as fit: those of the backward pass follow the
+    others."""
     plgpu.copy_gmem_to_smem(source.at[pl.ds(0, destination.shape[0])], destination, barrier)
 
 
 def triangles(stages: int, dtype: Any) -> Any:
-    """Scratch for lower triangular matrices: columns 0 to 31 and 32 to 63 of all rows."""
+    """Returns scratch for lower triangular matrices: columns 0 to 31 and 32 to 63 of all rows."""
     return plgpu.SMEM((stages, 2, CHUNK, 32), dtype, transforms=swizzled(dtype, 64))
 
 
 def clear_triangles(smem: Any) -> None:
-    """Writes what `copy_triangle` does not."""
+    """Zeroes the part that `copy_triangle` does not write."""
     for stage in range(smem.shape[0]):
         zeros = plgpu.layout_cast(jnp.zeros((CHUNK, 32), smem.dtype), TILE)
         smem.at[stage, 1][...] = zeros
@@ -102,10 +102,10 @@ def iota(shape: tuple[int, int], dimension: int) -> jax.Array:
 
 
 def over_rows(vector: jax.Array) -> jax.Array:
-    """[64] by row -> [64, 64]."""
+    """Broadcasts [64] by row to [64, 64]."""
     return lax.broadcast_in_dim(vector, (CHUNK, CHUNK), [0])
 
 
 def over_columns(vector: jax.Array) -> jax.Array:
-    """[n] by column -> [64, n]."""
+    """Broadcasts [n] by column to [64, n]."""
     return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])

@@ -1,4 +1,4 @@
-"""The arguments of a call of `gqa_decode`, as the op has checked them."""
+"""The arguments of a call of `gqa_decode`, after the op has checked them."""
 
 import dataclasses
 from typing import Any, ClassVar, Self
@@ -20,13 +20,13 @@ from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GqaDecodeCall:
-    """What a call attends with and to; `jaxattn.gqa.gqa_decode` documents its arguments.
+    """The arguments of one call; `jaxattn.gqa.gqa_decode` documents them.
 
-    Its heads are seen by pairs (row, KV head), whose packed rows are s * group + j.
+    The kernels see heads as pairs (row, KV head), whose packed rows are s * group + j.
 
     Attributes:
-        layer: int32 [1] once `stacked` has been called.
-        kv_scale: float32 [2, Hk] of a float8_e4m3fn cache, else None.
+        layer: int32 [1] after `stacked` has been called.
+        kv_scale: float32 [2, Hk] for a float8_e4m3fn cache, else None.
     """
 
     op: ClassVar[str] = "gqa_decode"
@@ -84,26 +84,26 @@ class GqaDecodeCall:
 
     @property
     def columns(self) -> int:
-        """Packed rows of a block."""
+        """The packed rows of a CTA."""
         return block_columns(self.q_len * self.group, self.head_dim)[0]
 
     @property
     def tiles(self) -> int:
-        """Blocks that share a pair's rows."""
+        """The number of CTAs that share a pair's rows."""
         return block_columns(self.q_len * self.group, self.head_dim)[1]
 
     @property
     def rows(self) -> int:
-        """Packed rows that are kept of a pair, in whole blocks."""
+        """The packed rows that are kept per pair, in whole CTAs."""
         return self.columns * self.tiles
 
     def check_schedule(self) -> None:
-        """Raises unless the schedule is None, or was made for such rows, whatever implementation
-        runs.
+        """Raises an error unless the schedule is None or was made for such rows, whichever
+        implementation runs.
 
         Raises:
-            TypeError: it is no schedule.
-            ValueError: it is one of other rows, or of another window.
+            TypeError: It is not a schedule.
+            ValueError: It was made for other rows, or for another window.
         """
         if not isinstance(self.schedule, PairSchedule | None):
             raise TypeError(
@@ -118,10 +118,10 @@ class GqaDecodeCall:
             )  # fmt: skip
 
     def scheduled(self, *, interpret: bool) -> Self:
-        """The same call with its schedule, or one that is made of its own lengths.
+        """Returns the call with its schedule, or with one made from its own lengths.
 
         Raises:
-            ValueError: the schedule was made for other rows.
+            ValueError: The schedule was made for other rows.
         """
         if self.schedule is not None:
             self.check_schedule()
@@ -134,7 +134,7 @@ class GqaDecodeCall:
         return dataclasses.replace(self, schedule=dataclasses.replace(schedule, seq_lens=None))
 
     def stacked(self) -> Self:
-        """The same call of a stack of layers, none of whose operands has a gradient."""
+        """Returns the same call on a stack of layers; none of its operands has a gradient."""
         q, kv_cache, kv_scale, sinks, gate = without_gradient(
             self.op,
             (self.q, self.kv_cache, self.kv_scale, self.sinks, self.gate),
@@ -150,11 +150,11 @@ class GqaDecodeCall:
         )
 
     def flat(self, x: jax.Array | None) -> jax.Array | None:
-        """[B, S, H, D] as [B * S * H, D]; None stays None."""
+        """Returns [B, S, H, D] as [B * S * H, D]; None stays None."""
         return None if x is None else x.reshape(-1, self.head_dim)
 
     def inputs(self, line: Schedule) -> dict[str, Any]:
-        """Of a launch over the parts of `line`, all but the queries and the cache."""
+        """The inputs of a launch over the parts of `line`, except the queries and the cache."""
         assert self.schedule is not None
         return {
             "layer_ref": self.layer,

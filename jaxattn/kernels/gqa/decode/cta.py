@@ -1,8 +1,8 @@
-"""The block (CTA) of `gqa_decode` and `turbo_decode`: its operands and its warpgroups' roles.
+"""The CTA of `gqa_decode` and `turbo_decode`: its operands and its warpgroups' roles.
 
-One warpgroup loads; it walks the part ahead of the others. The others take a part's steps, 64
-tokens each, in turns, from piece to piece. How a cache is read and multiplied is a subclass for
-each way to store it.
+One producer warpgroup loads, and walks the part ahead of the others. The consumer warpgroups take a
+part's steps, 64 tokens each, in turns, from piece to piece. A subclass for each storage format of
+the cache reads and multiplies it.
 """
 
 import dataclasses
@@ -36,27 +36,27 @@ from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
     reduction_scratch_bytes=0,  # reductions stay inside a warp
-    unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
-    # The body names its layouts; those of padded shared memory are not found by inference.
+    unsafe_no_auto_barriers=True,  # the body synchronizes warps itself
+    # The body names its layouts; layout inference does not find those of padded shared memory.
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaDecodeConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        group: query heads that share a KV head.
-        columns: N, packed rows s * group + j of a block.
-        out_rows: packed rows that partial results have of a pair.
-        parts: of the schedule.
+        group: Query heads that share a KV head.
+        columns: N, the packed rows s * group + j of a CTA.
+        out_rows: Packed rows per pair in the partial results.
+        parts: Parts of the schedule.
         first_rows: `GqaDecodeOutputs.first_rows`.
-        scale: of all scores; each packed row may have a factor beside it.
-        consumers: w, warpgroups that take steps in turns.
-        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
-            what they have.
-        batch_invariant: of the schedule.
+        scale: The scale of all scores; each packed row may also have a factor of its own.
+        consumers: w, the consumer warpgroups, which take steps in turns.
+        registers: Registers per thread of the producer, and of each consumer; None: all warpgroups
+            keep what they have.
+        batch_invariant: Whether the schedule is batch-invariant.
     """
 
     q_len: int
@@ -79,7 +79,8 @@ class GqaDecodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaDecodeRefs:
-    """What a block works on: operands and results. Queries are as the block's loader takes them."""
+    """The refs of a CTA's operands and results. Queries are in the form that the CTA's loader
+    takes."""
 
     q_ref: Any
     kv_ref: Any
@@ -92,19 +93,20 @@ class GqaDecodeRefs:
     query_lens_ref: Any  # None: every row has all S tokens
     sinks_ref: Any  # float32 [H]
     gate_ref: Any  # [B * S * H, D]
-    kv_scale_ref: Any = None  # float32 [2, Hk], of an FP8 cache
-    # Of `OversubscribedSchedule`; None: part i's pieces have 2 i and 2 i + 1.
+    kv_scale_ref: Any = None  # float32 [2, Hk], for an FP8 cache
+    # `OversubscribedSchedule.first_slots`; None: the pieces of part i have slots 2 i and 2 i + 1.
     part_slots_ref: Any = None
     out_ref: Any  # [.., D]
-    partial_ref: Any  # None: no pair is cut
+    partial_ref: Any  # None: no pair is split
     lse_ref: Any  # float32 [B * S * H]
     partial_lse_ref: Any
-    slots_ref: Any  # of the schedule; None: no pair is cut, or another launch merges
-    arrived_ref: Any  # `SplitSemaphore`; None likewise
+    slots_ref: Any  # of the schedule; None: no pair is split, or another launch merges
+    arrived_ref: Any  # `SplitSemaphore`; None in the same cases
 
 
 def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[GqaDecodeRefs, M]:
-    """A launch's references, by name: those of operands and results, and shared memory."""
+    """Splits a launch's refs, by name, into those of operands and results, and the shared
+    memory."""
     names = {field.name for field in dataclasses.fields(GqaDecodeRefs)}
     shared = {name: ref for name, ref in refs.items() if name not in names}
     return GqaDecodeRefs(**{name: ref for name, ref in refs.items() if name in names}), memory(
@@ -114,19 +116,19 @@ def refs_of[M](refs: Mapping[str, Any], memory: Callable[..., M]) -> tuple[GqaDe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaDecodeTile:
-    """A pair's steps in a part, as a warpgroup that computes needs them.
+    """A pair's steps in a part, as a consumer warpgroup sees them.
 
     Attributes:
-        done: steps of the part before the piece.
-        first: the first of the piece's steps that is this warpgroup's.
-        first_token: of the piece.
-        length: tokens of the pair's row.
-        begin: the first key that one of its query tokens sees, where `GqaDecodeCta.first_key` gives
+        done: Steps of the part before the piece.
+        first: The first of the piece's steps that this warpgroup takes.
+        first_token: The first token of the piece.
+        length: Tokens of the pair's row.
+        begin: The first key that any of its query tokens sees, if `GqaDecodeCta.first_key` returns
             it.
-        visible: [N, 64], how many keys each score's packed row sees.
-        least: how many the one that sees fewest does, of a row without padding; 0 of others.
-        factor: of scores, a number or [N, 64].
-        queries_at: which of the two places in shared memory has the piece's queries.
+        visible: [N, 64], the number of keys that the packed row of each score sees.
+        least: The least of these numbers in a row without padding; 0 in other rows.
+        factor: The factor of the scores, a number or [N, 64].
+        queries_at: The index, of two places in shared memory, of the piece's queries.
     """
 
     done: jax.Array
@@ -141,10 +143,10 @@ class GqaDecodeTile:
 
 
 class GqaDecodeCta[C: GqaDecodeConfig, M]:
-    """`columns` packed rows of the pairs in a part.
+    """A CTA that computes `columns` packed rows of each pair in its part.
 
-    A subclass reads its cache: `load` is what the loading warpgroup does, `empty`, `step` and
-    `result` what the others do with a piece's steps.
+    A subclass reads its cache: the producer warpgroup runs `load`, and the consumers run `empty`,
+    `step` and `result` on a piece's steps.
     """
 
     def __init__(self, cut: C, refs: GqaDecodeRefs, memory: M):
@@ -166,35 +168,36 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         )  # fmt: skip
 
     def load(self) -> None:
-        """All copies of the part, and `write_empty_rows`, by one warpgroup."""
+        """Runs all copies of the part, and `write_empty_rows`, in the producer warpgroup."""
         raise NotImplementedError
 
     def empty(self) -> Any:
-        """A piece's state before its first step."""
+        """Returns a piece's state before its first step."""
         raise NotImplementedError
 
     def step(self, piece: GqaDecodeTile, i: jax.Array, state: Any) -> Any:
-        """The state after the `i`-th of the piece's steps that are this warpgroup's."""
+        """Returns the state after the `i`-th of the piece's steps that this warpgroup takes."""
         raise NotImplementedError
 
     def steps(self, piece: GqaDecodeTile, taken: jax.Array, state: Any) -> Any:
-        """The state after so many of them."""
+        """Returns the state after `taken` of these steps."""
         return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
 
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-        """(output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
+        """Returns (output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
         raise NotImplementedError
 
     def tiles(self) -> GqaFp8Operands | None:
-        """Of an FP8 cache."""
+        """The operands of an FP8 cache, or None."""
         return None
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
-        """Where values of keys that nobody sees end; None where none need be cleared."""
+        """The key before which nobody sees keys, whose values must be cleared; None: nothing to
+        clear."""
         return None
 
     def first_step(self, done: jax.Array) -> jax.Array:
-        """Of a piece's steps, the first that is this warpgroup's."""
+        """Returns the first of a piece's steps that this warpgroup takes."""
         consumers = self.cut.consumers
         return lax.rem(self.wg + consumers - lax.rem(done, consumers), consumers)
 
@@ -202,7 +205,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         return HeadWorkPartition(**self.of_pairs())
 
     def of_pairs(self) -> dict[str, Any]:
-        """What `HeadWorkPartition` are made of."""
+        """The fields of `HeadWorkPartition`."""
         cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
         layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)
@@ -235,13 +238,13 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
             self.compute()
 
     def compute(self) -> None:
-        """Each piece of the part."""
+        """Processes each piece of the part."""
         nothing = (jnp.int32(0), jnp.int32(0))
         self.part.each_piece(self._piece, nothing)
 
     def write_empty_rows(self) -> None:
-        """Writes the results of rows without keys, and NaN for rows of other lengths than the
-        schedule's. The blocks take these rows in turns."""
+        """Writes the results of rows without keys, and NaN for rows whose length differs from the
+        schedule's. The CTAs take these rows in turns."""
         rows, kv_heads = self.refs.lens_ref.shape[0], self.cut.kv_heads
 
         @pl.loop(self.index, rows, step=self.cut.parts)
@@ -258,7 +261,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
     def _piece(
         self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
-        """The steps that are this warpgroup's, and one result of all warpgroups."""
+        """Processes this warpgroup's steps of a piece, and merges the results of all warpgroups."""
         (number, done), pair = carry, place.row
         piece = self._opened(pair, start, number, done)
         consumers, memory = self.cut.consumers, self.epilogue.memory
@@ -269,14 +272,14 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         if self.refs.slots_ref is not None:
             whole = steps == self.part.pages_of(pair)
             pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
-        # Only here all four warps are known to have seen the queries come.
+        # Only here is it known that all four warps have observed the arrival of the queries.
         plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
         return number + 1, done + steps
 
     def _opened(
         self, pair: jax.Array, start: jax.Array, number: jax.Array, done: jax.Array
     ) -> GqaDecodeTile:
-        """A piece whose queries have come."""
+        """Returns a piece after waiting for its queries."""
         cut, part = self.cut, self.part
         length, queries = part.length_of(pair), part.queries_of(pair)
         begin = self.first_key(pair)
@@ -298,9 +301,11 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         )  # fmt: skip
 
     def _combine(self, pair: jax.Array) -> None:
-        """Of a piece that was written: where it is the pair's last, the merging of all."""
+        """Counts a piece that was written; if it is the last one to arrive, merges the pair's
+        partial results."""
         refs, outputs, cut = self.refs, self.epilogue.outputs, self.cut
-        # Rescaling is over, and each warpgroup's is its own.
+        # The semaphore reuses the memory of the rescaling, which is over; each warpgroup has its
+        # own.
         arrivals = SplitSemaphore(refs.arrived_ref, self.epilogue.memory.stats.at[0])
         slots = [refs.slots_ref[i, pair] for i in range(refs.slots_ref.shape[0])]
         tiles = cut.out_rows // cut.columns
@@ -326,18 +331,18 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
                 combination.write(row, head, slots, eight, first_dim, chunks)
 
     def factor(self, pair: jax.Array, queries_at: jax.Array) -> Any:
-        """Of a pair's scores, whose queries have come to that place."""
+        """Returns the factor of a pair's scores, whose queries are at place `queries_at`."""
         return self.cut.scale
 
     def softened(
         self, scores: jax.Array, factor: Any, piece: GqaDecodeTile, token: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(which scores count, log2 of their weights), of the 64 keys from `token` on."""
+        """Returns (which scores count, log2 of their weights) for the 64 keys from `token` on."""
         cut = self.cut
         if cut.soft_cap is None:
             scores = scores * (factor * LOG2E)
         else:
-            # tanh, whose approximate instruction is off by 2**-11 of the cap.
+            # tanh by exp2, since the approximate instruction is off by 2**-11 of the cap.
             power = jnp.exp2(scores * (factor * (2 * LOG2E / cut.soft_cap)))
             scores = (1.0 - 2.0 / (power + 1.0)) * (cut.soft_cap * LOG2E)
         seen = self.seen(piece, token)
@@ -351,7 +356,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         return seen
 
     def seen(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
-        """Which of the 64 keys from `token` on each packed row sees."""
+        """Returns which of the 64 keys from `token` on each packed row sees."""
         key = self.iota(1) + token
         seen = key < piece.visible
         if self.cut.window is not None:
@@ -359,7 +364,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         return seen
 
     def over_keys(self, vector: jax.Array) -> jax.Array:
-        """Of each packed row, for its scores."""
+        """Broadcasts a number of each packed row over its scores."""
         wide = lax.broadcast_in_dim(vector, (self.cut.columns, PAGE), [0])
         return plgpu.layout_cast(wide, SCORES)
 
@@ -368,14 +373,14 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=SCORES)
 
     def no_top(self) -> jax.Array:
-        """Maxima of logarithms before the first step."""
+        """The maxima of logarithms before the first step."""
         return plgpu.layout_cast(jnp.full((self.cut.columns,), EMPTY, jnp.float32), BY_ROW)
 
     def no_sum(self) -> jax.Array:
-        """Sums of weights then."""
+        """The sums of weights before the first step."""
         return plgpu.layout_cast(jnp.zeros((self.cut.columns, PAGE), jnp.float32), SCORES)
 
     def no_output(self, dims: int) -> jax.Array:
-        """A block of so many dims then."""
+        """A block of the output, with `dims` dims, before the first step."""
         nothing = jnp.zeros((dims, self.cut.columns), jnp.float32)
         return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)

@@ -1,8 +1,8 @@
-"""The end of a piece in `gqa_decode`: one result of all warpgroups', and where it goes.
+"""The epilogue of a piece in `gqa_decode`: it merges all warpgroups' results and stores them.
 
-They show each other maxima, sums and outputs in shared memory; then each writes its share of the
-dims: of a whole pair to the output, with its sinks and gate, of a part of one as a partial result,
-which has neither.
+The warpgroups exchange maxima, sums and outputs through shared memory. Each then writes its share
+of the dims. A whole pair goes to the output, with its sinks and gate; a piece of a pair becomes a
+partial result, which has neither.
 """
 
 import dataclasses
@@ -28,12 +28,12 @@ from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 
 
 class ExchangeSmemProtocol(Protocol):
-    """The part of a block's shared memory that its w warpgroups show each other.
+    """The shared memory through which a CTA's w consumer warpgroups exchange results.
 
     Attributes:
         outputs: float32 [w, N, D and a margin].
         stats: float32 [3, w, N], maxima at 1 and sums at 2.
-        both_there: a barrier of them all.
+        both_there: The barrier at which all of them arrive.
     """
 
     @property
@@ -46,14 +46,14 @@ class ExchangeSmemProtocol(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class GqaOutputTile:
-    """Where the results of a block's packed rows go.
+    """The destinations of the results of a CTA's packed rows.
 
     Attributes:
-        first_rows: of the output, and of the partial results, in the arrays below.
-        rows: packed rows that partial results have of a pair.
-        columns: the block's of them, a `pl.ds`, and `packed` where they are in callers' arrays.
-        out: [.., D], lse [B * S * H]: of whole pairs.
-        partial, partial_lse: [.., D] and [2 * parts, rows], or None where there are none.
+        first_rows: First rows of the output, and of the partial results, in the arrays below.
+        rows: Packed rows per pair in the partial results.
+        columns: The CTA's packed rows, a `pl.ds`; `packed` has their rows in callers' arrays.
+        out: [.., D], lse [B * S * H]: the arrays of whole pairs.
+        partial, partial_lse: [.., D] and [2 * parts, rows], or None if there are none.
     """
 
     part: HeadWorkPartition
@@ -68,11 +68,11 @@ class GqaOutputTile:
     partial_lse: Any
 
     def at(self, pair: jax.Array) -> jax.Array:
-        """Where a pair's rows begin in callers' arrays."""
+        """Returns the first of a pair's rows in callers' arrays."""
         return self.packed.row_of(*self.part.row_and_head(pair))
 
     def write(self, pair: jax.Array, first_dim: Any, out: jax.Array) -> None:
-        """Dims of a pair's output."""
+        """Writes dims of a pair's output."""
         at = self.first_rows[0] + self.at(pair)
         self.packed.store(self.out, at, first_dim, out.astype(self.out.dtype))
 
@@ -86,13 +86,14 @@ class GqaOutputTile:
 
 @dataclasses.dataclass(frozen=True)
 class GqaDecodeEpilogue[M: ExchangeSmemProtocol]:
-    """
+    """The operands of the epilogue of one warpgroup.
+
     Attributes:
-        wg: this warpgroup, from 0.
+        wg: The index of this warpgroup, from 0.
         sinks: float32 [H], or None.
         gate: [B * S * H, D], or None.
-        tiles: of an FP8 cache, whose outputs are in their order; else None.
-        kv_scale: of such a cache, float32 [2, Hk]; else None.
+        tiles: The operands of an FP8 cache, whose outputs are in their order; else None.
+        kv_scale: float32 [2, Hk] of such a cache; else None.
     """
 
     wg: jax.Array
@@ -105,7 +106,8 @@ class GqaDecodeEpilogue[M: ExchangeSmemProtocol]:
     interpret: bool
 
     def meet(self) -> None:
-        """The warpgroups wait for each other, and see what each has written."""
+        """Makes the warpgroups wait for one another; each then sees what the others have
+        written."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.memory.both_there)
         plgpu.barrier_wait(self.memory.both_there)
@@ -120,14 +122,14 @@ def merge(
     steps: jax.Array,
     begins: jax.Array | None = None,
 ) -> None:
-    """Writes a piece's result; all warpgroups come here.
+    """Writes a piece's result; all consumer warpgroups call it.
 
     Args:
-        accs: this warpgroup's output, blocks of [dims, N] float32.
-        top, total: largest log2 of each packed row's weights, and their sum divided by 2**that.
-        place, steps: the piece's.
-        begins: the warpgroup that has the piece's first step: sums begin with it, so that their
-            bits do not depend on which it is. None: with the first warpgroup.
+        accs: This warpgroup's output, blocks of [dims, N] float32.
+        top, total: The largest log2 of each packed row's weights, and their sum divided by 2**that.
+        place, steps: The piece's place and number of steps.
+        begins: The warpgroup that has the piece's first step: sums begin with it, so that their
+            bits do not depend on which one it is. None: sums begin with the first warpgroup.
     """
     wg, memory, outputs, pair = epilogue.wg, epilogue.memory, epilogue.outputs, place.row
     consumers = memory.outputs.shape[0]
@@ -155,7 +157,7 @@ def merge(
     factors = [jnp.exp2(one - top) for one in every_top]
     weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
     total = functools.reduce(jnp.add, weighed)
-    # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a packed row that
+    # A NaN total is not 0: a NaN among a row's own keys shows in its output. For a packed row that
     # sees no key the product is 0 * V, NaN where V is.
     empty = total == 0
 
@@ -164,7 +166,7 @@ def merge(
         return jnp.where(empty, -jnp.inf, lse)
 
     def output(top_now: jax.Array, total_now: jax.Array, first: Any, width: int) -> jax.Array:
-        """Some dims of it [N, width], with that maximum and that sum."""
+        """Returns some dims of the output [N, width], relative to this maximum and sum."""
 
         def wide(vector: jax.Array) -> jax.Array:
             vector = lax.broadcast_in_dim(vector, (columns, width), [0])
@@ -218,7 +220,7 @@ def merge(
 
 
 def write_nothing(outputs: GqaOutputTile, pair: jax.Array, known: jax.Array | None) -> None:
-    """Writes 0 and an LSE of -inf for a pair without keys, and NaN where `known` is False: the
+    """Writes 0 and an LSE of -inf for a pair without keys, and NaN if `known` is False: the
     schedule has another length."""
     count, dims = outputs.columns.size, outputs.head_dim
     zero, lowest = jnp.float32(0), jnp.float32(-jnp.inf)

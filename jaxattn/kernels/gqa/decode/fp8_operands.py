@@ -1,12 +1,12 @@
-"""e4m3 keys and values, in shared memory as they are stored, as wgmma's operands in registers.
+"""e4m3 keys and values, in shared memory as they are stored, as wgmma operands in registers.
 
-One conversion makes float16 of two of them, so both products take float16: queries, divided by a
-power of two per packed row, and P. Scales multiply scores, and outputs once.
+One conversion turns two stored numbers into float16, so both products take float16: queries,
+divided by a power of two per packed row, and P. Scales multiply scores, and the outputs once.
 
-A step's 64 tokens lie there as TMA brings them, tiles of 8 tokens of 128 dims (of 64, where a head
-has as many), swizzled. A thread reads its numbers so that neighbours in memory are neighbours in
-its registers. So keys and outputs have an order of their own; warp w, lane 4 g + t, rows g + 8 h of
-a warp's 16, a block being a tile's dims:
+A step's 64 tokens lie in shared memory as TMA stores them, in swizzled tiles of 8 tokens of 128
+dims (of 64, if a head has only 64). A thread keeps numbers that are adjacent in memory in adjacent
+registers, which permutes keys and outputs. For warp w, lane 4 g + t, rows g + 8 h of a warp's 16,
+and a block being a tile's dims:
 
     keys      token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block of 4 n numbers is its
               dim n t + 4 s + 2 k + i
@@ -41,42 +41,44 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-# Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
+# Selectors of `prmt`: bytes 0 and 1 of two words, interleaved, or bytes 2 and 3.
 LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
 TILE_TOKENS = 8
 # A row's largest query is from 2**14 to 2**15: float16 then has its numbers down to 2**-38 of it.
 QUERY_EXPONENT = 14
-# Of float32: the exponent's bias, and its lowest bit, int32 as lax wants it in x64 mode too.
+# Float32's exponent bias, and the lowest bit of its exponent; int32, as lax requires also in x64
+# mode.
 FLOAT_BIAS, EXPONENT_AT = 127, np.int32(23)
-# So much larger a float16 P is, in powers of two, with values of e4m3 and of float16: their largest
-# number times this is no infinity in float32, and float16 has what is down to 2**-38 of the largest
-# of a row. What is below is 0: a dim in which the keys of larger weights have values of 0 loses it.
+# A float16 P is larger by this power of two, with values of e4m3 and of float16. Their largest
+# number times this is not infinite in float32, and float16 keeps numbers down to 2**-38 of a row's
+# largest. Smaller numbers become 0: a dim loses them even if the keys of larger weights have values
+# of 0 there.
 P_EXPONENT = 14
 
 
 def block_width(head_dim: int) -> int:
-    """Dims of a tile."""
+    """Returns the dims of a tile."""
     return min(head_dim, 128)
 
 
 def tiles_of(head_dim: int) -> Any:
-    """How keys and values lie in shared memory."""
+    """Returns the transforms of keys and values in shared memory."""
     return swizzled(FP8, block_width(head_dim))
 
 
 def half_queries(
     q: jax.Array, wide: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [N, D] as float16, and float32 [N]: what their scores are to be multiplied by, a
-    power of two.
+    """Returns queries [N, D] as float16, and float32 [N], the factors of their scores, which are
+    powers of two.
 
     Args:
         q: float32.
-        wide: makes a number of each row a number of each of its dims.
+        wide: Broadcasts a number of each row over the row's dims.
     """
     largest = jnp.max(jnp.abs(q), axis=1)
     exponent = lax.shift_right_logical(lax.bitcast_convert_type(largest, jnp.int32), EXPONENT_AT)
-    # Inf and NaN, and float32's largest and smallest, are divided by less.
+    # Inf and NaN, and float32's largest and smallest numbers, are divided by less.
     exponent = jnp.minimum(jnp.maximum(exponent, QUERY_EXPONENT + 1), 2 * FLOAT_BIAS)
 
     def power(biased: jax.Array) -> jax.Array:
@@ -87,15 +89,15 @@ def half_queries(
 
 
 def in_order(x: jax.Array) -> jax.Array:
-    """[..., D], the dims in the order of the keys' columns."""
+    """Returns [..., D] with the dims in the order of the keys' columns."""
     width = block_width(x.shape[-1])
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // width, 4, width // 16, 2, 2)
     return jnp.moveaxis(blocks, -4, -2).reshape(x.shape)
 
 
 def order_of(head_dim: int) -> Callable[[Any], tuple[Any, Any]]:
-    """Of words: the two dims from which on a thread has two numbers each, for four neighbouring
-    columns of queries `in_order`, of the first of them."""
+    """Returns, for words, a function of the first of four neighboring columns of queries
+    `in_order`. It gives the two dims from which on a thread has two numbers each."""
     width = block_width(head_dim)
 
     def dims(column: Any) -> tuple[Any, Any]:
@@ -113,7 +115,7 @@ def order_of(head_dim: int) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def _wide(four: Any, half: int) -> Any:
-    """Two e4m3 numbers, the lower or upper half of a word, as float16."""
+    """Returns two e4m3 numbers, the lower or upper half of a word, as float16."""
     code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
     return asm_word(code + f"x{half}; }}", four, movable=True)
 
@@ -123,13 +125,13 @@ def _turns(first: Any, second: Any, which: int) -> Any:
 
 
 def _fragment(words: list[Any], shape: tuple[int, int]) -> Any:
-    """Words of two float16 numbers each as an array."""
+    """Returns an array from words of two float16 numbers each."""
     pair = ir.VectorType.get((2,), ir.F16Type.get())
     return fragmented([vector.bitcast(pair, joined([x])) for x in words], shape, mgpu.WGMMA_LAYOUT)
 
 
 class GqaFp8Operands:
-    """Operands out of a step's keys or values [64, D], and what is done with them.
+    """The wgmma operands of a step's keys or values [64, D].
 
     Args:
         head_dim: D, 64, 128 or 256.
@@ -142,15 +144,15 @@ class GqaFp8Operands:
         self.page = plgpu.RefType(tiles_of(head_dim))
 
     def keys(self, page: Any, block: int) -> jax.Array:
-        """float16 [64 tokens, a block's dims], these in the order of `in_order`."""
+        """float16 [64 tokens, a block's dims], the dims in the order of `in_order`."""
         return self._run(self._keys, (PAGE, self.width), page, block)
 
     def values(self, page: Any, block: int) -> jax.Array:
-        """float16 [a block's dims, 64 tokens], these in an order that `store` undoes."""
+        """float16 [a block's dims, 64 tokens], the dims in an order that `store` undoes."""
         return self._run(self._values, (self.width, PAGE), page, block)
 
     def clear(self, page: Any, begin: jax.Array, end: jax.Array) -> None:
-        """Zeros in the place of tokens before `begin` and from `end` on."""
+        """Writes zeros over the tokens before `begin` and from `end` on."""
 
         def run(ctx: Any, begin: Any, end: Any, page: Any) -> None:
             self._clear(page, single(begin), single(end))
@@ -159,7 +161,7 @@ class GqaFp8Operands:
         plgpu.inline_mgpu(arg_types=(splat, splat, self.page))(run)(begin, end, page)
 
     def store(self, target: Any, out: jax.Array, block: int) -> None:
-        """A block's output [dims, N] to its dims of float32 `target` [N, D and a margin]."""
+        """Stores a block's output [dims, N] to its dims of float32 `target` [N, D and a margin]."""
         columns, pitch = out.shape[1], target.shape[-1]
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(
             lambda ctx, to, some: self._store(to, some, block, columns, pitch)
@@ -171,7 +173,8 @@ class GqaFp8Operands:
         return run(lambda ctx, x: function(x, shape, block))(page)
 
     def _chunk(self, chunk: Any, token: Any) -> Any:
-        """Bytes from a token's row to one of its 16-byte chunks; `token` of its tile's 8."""
+        """Returns the byte offset of a 16-byte chunk in a token's row; `token` is the index in its
+        tile of 8."""
         if self.width < 128:
             token = arith.shrui(token, word(1))
         return times(arith.xori(chunk, token), 16)
@@ -221,7 +224,7 @@ class GqaFp8Operands:
         return _fragment(wide, shape)
 
     def _clear(self, page: Any, begin: Any, end: Any) -> None:
-        """Half a token's row a thread."""
+        """Clears half a token's row per thread."""
         index, zeros = WarpgroupThread().index, joined([word(0)] * 4)
         token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
         tile, inside = arith.shrui(token, word(3)), arith.andi(token, word(7))

@@ -1,9 +1,9 @@
 """Grouped-query decode over a paged cache: softmax(q K^T) V of each row's last S tokens.
 
-A block for each (part of the schedule, tile of packed rows), as many as the GPU runs at a time, or
-more where pairs are long. A block goes through the pieces of (row, KV head) pairs of its part. What
-it does is in mainloop.py and epilogue.py; split_kv/tile_scheduler.py makes the parts, and
-split_kv/combine.py merges the pairs that were cut.
+The grid has one CTA for each (part of the schedule, tile of packed rows): as many as the GPU runs
+at a time, or more if pairs are long. A CTA processes the pieces of (row, KV head) pairs in its
+part. Its body is in mainloop.py and epilogue.py. The parts come from split_kv/tile_scheduler.py,
+and split_kv/combine.py merges the pairs that were split.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, a cache of q's
 dtype or float8_e4m3fn, any S and group.
@@ -31,11 +31,11 @@ from jaxattn.kernels.hopper.device import require_hopper
 
 
 def refuse(q: Any, kv_cache: Any) -> None:
-    """Raises `Refusal`, with the reason, where the kernel cannot run.
+    """Raises `Refusal`, with the reason, if the kernel cannot run.
 
     Args:
         q: [B, S, H, D], an array or its shape.
-        kv_cache: [..., N, 2, C, Hk, D], likewise.
+        kv_cache: [..., N, 2, C, Hk, D], an array or its shape.
     """
     reason = refusal(q.dtype, kv_cache.dtype, q.shape[-1], kv_cache.shape[-3])
     if reason is not None:
@@ -45,14 +45,14 @@ def refuse(q: Any, kv_cache: Any) -> None:
 def gqa_decode_mosaic(
     call: GqaDecodeCall, *, interpret: bool = False, detect_races: bool = False
 ) -> tuple[Any, ...]:
-    """`jaxattn.gqa.gqa_decode` on a Hopper GPU; arguments and results are documented there."""
+    """`jaxattn.gqa.gqa_decode` on a Hopper GPU, with the same arguments and results."""
     require_hopper("gqa_decode", interpret=interpret)
     refuse(call.q, call.kv_cache)
     call = call.stacked().scheduled(interpret=interpret)
     schedule, kv_cache = call.schedule, call.kv_cache
     assert schedule is not None
     operand_dtype, fp8 = product_dtype(call.q.dtype, kv_cache.dtype), kv_cache.dtype == FP8
-    # FP8 takes its instructions' time, and a block's start is not hidden there.
+    # FP8 is bound by instructions, which do not hide the start of a CTA.
     fine = None if fp8 else schedule.fine
     line = schedule.line if fine is None else fine.line
     queries, inputs = call.flat(call.q), call.inputs(line)
@@ -69,7 +69,7 @@ def gqa_decode_mosaic(
     written = launch(
         lambda **refs: GqaDecodeMainloop(cut, *refs_of(refs, GqaDecodeSmem)).run(),
         name="gqa_decode",
-        # The last axis runs fastest: the tiles of a pair read the same pages while in L2.
+        # The last axis runs fastest: the tiles of a pair read the same pages while they are in L2.
         grid={"part": line.parts, "tile": call.tiles},
         inputs={
             "q_ref": queries,

@@ -1,16 +1,17 @@
-"""The body of `gqa_decode`: a warpgroup loads, and two or three take a part's steps in turns.
+"""The body of `gqa_decode`: one producer warpgroup, and two or three consumers that take steps in
+turns.
 
-Packed rows (query token, head of the group) are the columns of both products, so that eight of them
-cost eight columns:
+Packed rows (query token, head of the group) are the columns (N) of both products, so that eight of
+them cost eight columns:
 
     scores^T [64 tokens, N] = K Q^T          K [64, D] of a step and KV head
     out^T    [D, N]        += V^T P^T        V [64, D] of the same tokens, seen transposed
 
-The softmax runs over the scores turned round through shared memory, so that a column's lie in half
-a warp; P goes back the same way. Keys' places in a ring are free again once the scores are there,
-before the values' are. At a piece's end epilogue.py makes one result of the warpgroups'.
+The softmax reads the scores transposed through shared memory, so that half a warp has a column's
+scores; P returns the same way. The stages of keys are free again as soon as the scores are done,
+before those of the values. At a piece's end epilogue.py merges the warpgroups' results.
 
-mma.py has the products, of 16-bit and of FP8 caches.
+mma.py has the products, for 16-bit and for FP8 caches.
 """
 
 import dataclasses
@@ -41,11 +42,12 @@ from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaMainloopConfig(GqaDecodeConfig):
-    """
+    """The static properties of a `gqa_decode` launch.
+
     Attributes:
-        dtype: of queries and P as operands.
-        fp8: whether keys and values are e4m3.
-        ahead: steps of a warpgroup's rings, of keys and of values.
+        dtype: The dtype of queries and P as operands.
+        fp8: Whether keys and values are e4m3.
+        ahead: Stages of a warpgroup's rings, of keys and of values.
     """
 
     dtype: Any
@@ -93,7 +95,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         return self.over_keys(plgpu.load(factors, layout=BY_ROW, optimized=False))
 
     def _copies(self, kind: int) -> Any:
-        """`LoadPipeline.copies`: as many tokens as lie together at a time."""
+        """Returns `LoadPipeline.copies`: one copy for each contiguous run of tokens."""
         to = self.memory.keys if kind == KEYS else self.memory.values
         tokens = min(self.cut.page_size, PAGE)
 
@@ -124,7 +126,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         keys = memory.keys.at[self.wg, keys_at]
         scores = self.products.scores(keys, memory.queries, piece.queries_at)
         top, p, rescale = self._soften(scores, piece, token, top)
-        # All four warps have their scores, as they met to exchange them.
+        # All four warps have their scores, because they synchronized to exchange them.
         plgpu.barrier_arrive(memory.keys_read.at[self.wg, keys_at])
         total = total * self.over_keys(rescale) + p
         self.p_smem[...] = p.astype(cut.dtype)
@@ -141,19 +143,20 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
     def _soften(
         self, scores: jax.Array, piece: GqaDecodeTile, token: jax.Array, top: jax.Array
     ) -> Any:
-        """(maxima, P, rescaling) with a step's scores, the first of token `token`."""
+        """Returns (maxima, P, rescaling) with a step's scores, whose first token is `token`."""
         store_transposed(self.scores_smem, scores, interpret=self.cut.interpret)
         plgpu.commit_smem()
         scores = plgpu.load(self.scores_smem, layout=SCORES, optimized=False)
         scores = self.softened(scores, piece.factor, piece, token)[1]
-        # A power of two by which P is larger than its sum says, beside the sum of such P.
+        # The maximum is lowered by this power of two, so that a float16 P is larger by it, as is
+        # its sum.
         room = P_EXPONENT if self.cut.dtype == jnp.float16 else 0
         new_top = jnp.maximum(top, scores.max(axis=1) - room)
         p = jnp.exp2(scores - self.over_keys(new_top))
         return new_top, p, jnp.exp2(top - new_top)
 
     def _clear(self, values: Any, piece: GqaDecodeTile, token: jax.Array) -> None:
-        """0 * NaN is NaN: what no query of the row sees becomes 0 as a value."""
+        """Zeroes the values that no query of the row sees: 0 * NaN is NaN."""
         outside = piece.length < token + PAGE
         if piece.begin is not None:
             outside |= token < piece.begin

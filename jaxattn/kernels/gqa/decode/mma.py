@@ -1,10 +1,10 @@
-"""The products of a step of `gqa_decode`, one class for each way to make them.
+"""The products of a step of `gqa_decode`, one class for each storage format.
 
     scores [64, N] = K Q^T          K [64, D], Q [N, D]
     out    [D, N] += V^T P^T        V [64, D], P [N, 64]; in blocks of up to 128 dims
 
-e4m3 keys and values go through registers on their way to a product; fp8_operands.py says how. The
-interpreter has no such operands, and no accumulators that begin with something.
+e4m3 keys and values go through registers on their way to a product, by fp8_operands.py. The
+interpreter has no register operands, and no accumulators with an initial value.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ type Accs = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class GqaDecodeMma:
-    """Of a 16-bit cache, all operands in shared memory."""
+    """The products of a 16-bit cache, with all operands in shared memory."""
 
     columns: int
     head_dim: int
 
     @property
     def rows(self) -> int:
-        """Of a block of the output."""
+        """The rows of a block of the output."""
         return block_width(self.head_dim)
 
     @property
@@ -44,7 +44,7 @@ class GqaDecodeMma:
         return self.head_dim // self.rows
 
     def scores(self, keys: Any, queries: Any, at: jax.Array) -> jax.Array:
-        """Of the queries [N, D] at that place."""
+        """Returns the scores with the queries [N, D] at place `at`."""
         run = functools.partial(self._scores, keys, queries, at)
         return pl.run_scoped(run, plgpu.ACC((PAGE, self.columns), jnp.float32))
 
@@ -53,7 +53,7 @@ class GqaDecodeMma:
         return ref[...]
 
     def clear(self, values: Any, piece: GqaDecodeTile, token: jax.Array) -> None:
-        """Zeros as values of what no query sees, of the 64 keys from `token` on."""
+        """Zeroes the values that no query sees, of the 64 keys from `token` on."""
         for at in range(0, self.head_dim, CLEARED):
             some = values.at[:, pl.ds(at, CLEARED)]
             key = plgpu.broadcasted_iota(
@@ -66,7 +66,7 @@ class GqaDecodeMma:
             some[...] = jnp.where(inside, kept, jnp.zeros((), values.dtype))
 
     def add(self, accs: Accs, values: Any, p: Any, rescale: Any) -> Accs:
-        """The output times `rescale` [N], and a step's values."""
+        """Returns the output times `rescale` [N], plus a step's values."""
         run = functools.partial(self._add, accs, values, p, rescale)
         out_type = plgpu.ACC((self.rows, self.columns), jnp.float32)
         return pl.run_scoped(run, *[out_type] * self.blocks)
@@ -90,7 +90,7 @@ class GqaDecodeMma:
 
 @dataclasses.dataclass(frozen=True)
 class GqaDecodeFp8Mma(GqaDecodeMma):
-    """Of an e4m3 cache, whose numbers become float16 in registers."""
+    """The products of an e4m3 cache, whose numbers become float16 in registers."""
 
     @functools.cached_property
     def tiles(self) -> GqaFp8Operands:

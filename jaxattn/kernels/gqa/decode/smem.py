@@ -1,4 +1,4 @@
-"""Shared memory of a `gqa_decode` block, and the number of columns of its products."""
+"""Shared memory of a `gqa_decode` CTA, and the number of columns of its products."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -18,26 +18,26 @@ from jaxattn.kernels.hopper.instructions import swizzled
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 PAGE_SIZES = (16, 32, 64, 128)
 QUERIES = 2  # pieces whose queries are in shared memory
-ACROSS = 8  # columns of a product come in eights
+ACROSS = 8  # columns of a product come in multiples of eight
 # Dims of K and V, and the most columns for which shared memory has room for a step of each
-# warpgroup beside what they exchange.
+# warpgroup in addition to the exchange.
 MOST_COLUMNS = {64: 64, 128: 64, 256: 24}
-# Steps of a warpgroup whose keys, and whose values, are in shared memory or on their way there:
-# 64 KB of a multiprocessor hide the memory's latency, and so many are twice that and more.
+# Stages of a warpgroup's keys, and of its values: 64 KB in flight per multiprocessor hide the
+# memory's latency, and these stages have at least twice that.
 MOST_STEPS = {64: (5, 5), 128: (3, 3), 256: (1, 2)}
 MOST_FP8_STEPS = {64: (8, 8), 128: (6, 6), 256: (3, 3)}
-# Rows of so few steps, as a window's, are more latency than bytes: two blocks share a
-# multiprocessor, where their registers allow it, and each has room for so many steps.
+# Rows of so few steps, such as a window's, are bound by latency, not bandwidth. Two CTAs then share
+# a multiprocessor if their registers allow it, with STEPS_OF_FEW stages each.
 FEW_STEPS, STEPS_OF_FEW, BLOCKS_OF_FEW = 4, 2, 2
-# Three warpgroups have 168 registers each, or 56, 224 and 224. The one that loads gives some away
-# where outputs, of so many numbers [D, N], and descriptors of the products' tiles are many.
+# Three warpgroups have 168 registers each, or 56, 224 and 224. The producer gives some away if
+# outputs, with this many numbers [D, N], and descriptors of the products' tiles need many.
 MANY_NUMBERS, REGISTERS_OF_MANY = 2048, (56, 224)
-REGISTERS_OF_FOUR = (56, 144)  # of four warpgroups, which have 128 each
-BARRIER_BYTES = 1024  # more than the barriers take
+REGISTERS_OF_FOUR = (56, 144)  # for four warpgroups, which have 128 each
+BARRIER_BYTES = 1024  # an upper bound on the barriers' bytes
 
 
 def refusal(dtype: Any, cache_dtype: Any, head_dim: int, page_size: int) -> str | None:
-    """What the kernel wants in the place of these; None where it takes them."""
+    """Returns what the kernel requires instead of these arguments; None if it accepts them."""
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     if dtype not in DTYPES:
         return f"q of bfloat16 or float16, and got {dtype.name}"
@@ -53,26 +53,26 @@ def refusal(dtype: Any, cache_dtype: Any, head_dim: int, page_size: int) -> str 
 
 
 def block_columns(rows: int, head_dim: int) -> tuple[int, int]:
-    """(packed rows of a block, a multiple of 8; blocks that share a pair's rows)."""
+    """Returns (packed rows of a CTA, a multiple of 8; CTAs that share a pair's rows)."""
     tiles = -(-rows // MOST_COLUMNS.get(head_dim, ACROSS))
     return -(-rows // (ACROSS * tiles)) * ACROSS, tiles
 
 
 def product_dtype(dtype: Any, cache_dtype: Any) -> Any:
-    """What queries and P are as operands: q's dtype, or what e4m3 numbers are widened to."""
+    """Returns the dtype of queries and P as operands: q's dtype, or the one to which e4m3 numbers
+    are widened."""
     return jnp.dtype(jnp.float16) if cache_dtype == FP8 else jnp.dtype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class GqaCtaResources:
-    """How a block's memory and its registers are divided.
+    """The division of a CTA's shared memory and registers.
 
     Attributes:
-        consumers: w, warpgroups that take a part's steps in turns; one more loads.
-        ahead: steps of each of them that there is room for, of keys and of values, whose place is
-            free again later.
-        registers: of each thread that loads, and of each that computes; None leaves all warpgroups
-            what they have.
+        consumers: w, the consumer warpgroups, which take a part's steps in turns; one more loads.
+        ahead: Stages per consumer: of keys, and of values, which are freed later.
+        registers: Registers per thread of the producer, and of each consumer; None: all warpgroups
+            keep what they have.
     """
 
     consumers: int
@@ -81,15 +81,16 @@ class GqaCtaResources:
 
 
 def ctas_per_sm(columns: int, head_dim: int, steps: int) -> int:
-    """Blocks of a multiprocessor, for rows of up to so many steps; 0 steps: nobody said."""
+    """Returns the CTAs per multiprocessor, for rows of up to `steps` steps; 0 steps: unknown."""
     few = head_dim == 64 and columns == ACROSS and 0 < steps <= FEW_STEPS
     return BLOCKS_OF_FEW if few else 1
 
 
 def cta_resources(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> GqaCtaResources:
-    """Of blocks for so many packed rows, of up to so many steps.
+    """Returns the resources of CTAs for `columns` packed rows, of up to `steps` steps.
 
-    A step that is few bytes takes a warpgroup longer than two have time for: then there are three.
+    A step with few bytes takes a warpgroup longer than two warpgroups have time for: then there are
+    three.
     """
     fp8, together = cache_dtype == FP8, ctas_per_sm(columns, head_dim, steps)
     few_bytes = head_dim * jnp.dtype(cache_dtype).itemsize <= 128
@@ -110,8 +111,9 @@ def cta_resources(columns: int, head_dim: int, cache_dtype: Any, steps: int) -> 
 def _fitting(
     room: GqaCtaResources, columns: int, head_dim: int, cache_dtype: Any
 ) -> GqaCtaResources:
-    """The room, with a step of values less where what arrays are aligned to takes its place."""
-    half = jnp.dtype(jnp.float16)  # as wide as what else queries and P may be
+    """Returns the resources with one stage of values less if the alignment of arrays takes its
+    place."""
+    half = jnp.dtype(jnp.float16)  # the same width as the other dtypes of queries and P
     types = scratch_types(half, cache_dtype, columns, head_dim, PAGE, room)
     needed = shared_bytes(x for x in types if x is not None)
     keys, values = room.ahead
@@ -123,19 +125,21 @@ def _fitting(
 
 
 class GqaDecodeSmem(NamedTuple):
-    """A block's shared memory; w is a warpgroup, N its columns.
+    """A CTA's shared memory; w is a warpgroup, N its columns.
 
     Attributes:
-        keys, values: [w, steps, 64, D], as they come, of `GqaCtaResources.ahead`.
+        keys, values: [w, steps, 64, D], as TMA stores them, with the stages of
+            `GqaCtaResources.ahead`.
         queries: [2, N, D], of this piece and the next.
         scores: float32 [w, N, 64 and a margin].
         p: [w, N, 64].
         outputs: float32 [w, N, D and a margin], at a piece's end.
         stats: float32 [3, w, N]: rescaling, and at a piece's end maxima and sums.
-        factors: float32 [2, N], of the scores of a piece's queries; None without an FP8 cache.
-        keys_loaded, values_loaded, queries_loaded: barriers of what has come.
-        keys_read, values_read, queries_read: and of what may be overwritten.
-        both_there: of the warpgroups that compute.
+        factors: float32 [2, N], factors of the scores of a piece's queries; None without an FP8
+            cache.
+        keys_loaded, values_loaded, queries_loaded: Full barriers.
+        keys_read, values_read, queries_read: Empty barriers: the buffer may be overwritten.
+        both_there: The barrier of the consumer warpgroups.
     """
 
     keys: Any
@@ -158,7 +162,7 @@ class GqaDecodeSmem(NamedTuple):
 def scratch_types(
     dtype: Any, cache_dtype: Any, columns: int, head_dim: int, page_size: int, room: GqaCtaResources
 ) -> GqaDecodeSmem:
-    """What `GqaDecodeSmem` is made of; `dtype` is `product_dtype`."""
+    """Returns the scratch types of a `GqaDecodeSmem`; `dtype` is `product_dtype`."""
     tiles, consumers = swizzled(dtype), room.consumers
     of_keys, of_values = room.ahead
     of_cache = tiles_of(head_dim) if cache_dtype == FP8 else tiles
@@ -190,6 +194,6 @@ def scratch_types(
 
 
 def over_out(vector: jax.Array, rows: int) -> jax.Array:
-    """Of each packed row, for so many dims of its output, [rows, N]."""
+    """Broadcasts a number of each packed row over `rows` dims of its output, [rows, N]."""
     wide = lax.broadcast_in_dim(vector, (rows, *vector.shape), [1])
     return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)

@@ -1,1 +1,1 @@
-"""Grouped-query prefill: causal attention of one tile of packed rows."""
+"""Grouped-query prefill: causal attention of tiles of packed rows."""

@@ -1,11 +1,11 @@
 """Grouped-query prefill: softmax(q K^T) V of new tokens, over a cached prefix and themselves.
 
-Resident blocks draw tiles, of 128 packed rows of a head (192 where D is 64), one after another.
-What a tile is, is in tile_scheduler.py; producer.py is the warpgroup that loads, mainloop.py those
-that compute, and smem.py has the numbers for each D. The running softmax goes through the prefix,
-read page by page from the cache, and on through the new tokens: there is no memory beside the
-output and the LSE. Where a row has few new tokens the group's heads lie beside each other as packed
-rows.
+Persistent CTAs draw tiles of 128 packed rows of a head (192 where D is 64), one after another. The
+definition of a tile is in tile_scheduler.py, the producer warpgroup in producer.py, the consumers
+in mainloop.py, and the configuration for each D in smem.py. The online softmax runs through the
+prefix, read page by page from the cache, and on through the new tokens. It needs no global memory
+except for the output and the LSE. If a row has few new tokens, the heads of a group are adjacent
+packed rows (pack GQA).
 
 Limits: D 64, 128 or 256, q, k, v and cache all bfloat16 or all float16, pages of 16, 32, 64 or 128
 tokens, any T, group and number of rows.
@@ -36,16 +36,16 @@ from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaPrefillTileScheduler
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 
-# Fewer new tokens than these have the heads of a group packed, if a group has more than one: a
-# copy of the queries and of the output, for tiles that are full.
+# With fewer new tokens than this, the heads of a group are packed, if a group has more than one.
+# This costs a copy of the queries and of the output, and fills the tiles.
 FEW_TOKENS = 256
 
 
 def refuse(op: str, q: Any, k: Any, v: Any, *, interpret: bool) -> None:
-    """Raises `Refusal`, with the reason, where the kernel does not serve.
+    """Raises `Refusal`, with the reason, if the kernel does not serve the call.
 
     Args:
-        q: [B, T, H, D]; k and v likewise arrays or their shapes.
+        q: [B, T, H, D]; q, k and v are arrays or their shapes.
     """
     require_hopper(op, interpret=interpret)
     reason = refusal(q.dtype, q.shape[-1])
@@ -59,7 +59,7 @@ def refuse(op: str, q: Any, k: Any, v: Any, *, interpret: bool) -> None:
 
 
 def reads_pages(q: Any, kv_cache: Any) -> bool:
-    """Whether the kernel reads these pages [..., N, 2, C, Hk, D] itself."""
+    """Whether the kernel itself reads these pages [..., N, 2, C, Hk, D]."""
     return kv_cache.dtype == q.dtype and kv_cache.shape[-3] in PAGE_SIZES
 
 
@@ -79,10 +79,10 @@ class PagedPrefix:
 
 
 def _zero_of(q: jax.Array) -> jax.Array:
-    """uint32 [1], 0, in memory of its own: the kernel counts in it, and leaves it at 0.
+    """Returns uint32 [1], 0, in memory of its own: the kernel counts in it, and leaves it at 0.
 
-    XLA does not know that no NaN is above 0. A constant might share its memory with another 0, as
-    the layer's number. A ref in its place could not be in a scan that is differentiated.
+    XLA does not know that no NaN is above 0. A constant might share its memory with another 0, such
+    as the layer's number. A ref instead could not be in a scan that is differentiated.
     """
     one = q[0, 0, 0, :1]
     return (jnp.isnan(one) & (one > 0)).astype(jnp.uint32)
@@ -107,28 +107,28 @@ def gqa_prefill_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of each row's new tokens to its cached prefix and to new keys, of what `refuse`
-    lets pass.
+    """Returns the attention of each row's new tokens to its cached prefix and to new keys. The
+    arguments must pass `refuse`.
 
     Args:
         q: [B, T, H, D] bfloat16 or float16, as all others.
         k, v: [B, K, Hk, D].
-        k_rest: [B, K, P], the last of the keys' dims where all heads share them; k then has D - P.
-        bounds: int32 [B, 5], (first, queries, prefix, keys, offset): token t, for t from `first`
-            and below `queries`, sees all `prefix` cached tokens, and the new keys from `first` up
-            to, and without, min(keys, t + 1 + offset), less what is left of its window. With a
-            prefix `first` must be 0. Anything else may hold NaN. Or int32 [T / 128, 6], of B 1, no
-            prefix and each 128 queries: t is still counted from token 0 of all, and `first` and
-            `keys` from the key that is the sixth, a multiple of 8.
-        window, sinks, soft_cap, gate: as for `jaxattn.gqa.gqa_decode`.
-        firsts: int32 [B, T], the first new key that each token sees, not decreasing in a row; there
-            is no prefix then. None: as the bounds say.
-        shift: float32 [B, T, H], what is added to each of a query's scores before the soft cap,
-            or None. Without a cap it would change nothing but the LSE.
+        k_rest: [B, K, P], the last dims of the keys where all heads share them; k then has D - P.
+        bounds: int32 [B, 5], (first, queries, prefix, keys, offset). Token t, with
+            first <= t < queries, sees all `prefix` cached tokens, and the new keys from `first` up
+            to min(keys, t + 1 + offset), exclusive, except those left of its window. With a prefix
+            `first` must be 0. Anything else may hold NaN. Or int32 [T / 128, 6], with B 1 and no
+            prefix, for each 128 queries: t still counts from token 0 of all, and `first` and `keys`
+            count from the key that is the sixth number, a multiple of 8.
+        window, sinks, soft_cap, gate: As for `jaxattn.gqa.gqa_decode`.
+        firsts: int32 [B, T], the first new key that each token sees, not decreasing in a row; only
+            without a prefix. None: `bounds` decide.
+        shift: float32 [B, T, H], added to each of a query's scores before the soft cap, or None.
+            Without a cap it would change nothing but the LSE.
 
     Returns:
         out [B, T, H, D] and lse float32 [B, T, H], natural logarithm, the sink included: 0 and -inf
-        for a token that sees nothing and for those outside of `first` and `queries`.
+        for a token that sees no key and for those outside of `first` and `queries`.
     """
     if k_rest is not None and paged is not None:
         raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")
@@ -140,8 +140,8 @@ def gqa_prefill_mosaic(
     packed = group if group > 1 and tokens < FEW_TOKENS and not lined else 1
 
     def pack(x: jax.Array) -> jax.Array:
-        """[B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles of 8:
-        TMA steps in those, and past the end of an array it reads zeros."""
+        """Returns [B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles
+        of 8. TMA steps in tiles, and reads zeros past the end of an array."""
         x = x.reshape(batch, tokens, heads // packed, packed, *x.shape[3:]).swapaxes(2, 3)
         return _whole(x.reshape(batch, tokens * packed, heads // packed, *x.shape[4:]))
 
@@ -167,10 +167,10 @@ def gqa_prefill_mosaic(
     items = batch * tiles.heads * tiles.count
     blocks = min(items, config.blocks or NUM_SMS)
     if sinks is not None:
-        # Of every packed row of a head, or of 64 that are alike.
+        # For every packed row of a head, or for 64 equal ones.
         sinks = sinks.reshape(heads // packed, packed)
         sinks = jnp.tile(sinks, (1, tokens if packed > 1 else ROWS))
-        whole = tiles.count * config.rows if packed > 1 else ROWS  # the last tile's rows too
+        whole = tiles.count * config.rows if packed > 1 else ROWS  # includes the last tile's rows
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
     if firsts is not None:
         if lined:
@@ -228,5 +228,5 @@ def gqa_prefill_mosaic(
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
+    """Pads with zeros to a multiple of 8 tokens: a copy, unless T is already a multiple."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

@@ -1,12 +1,12 @@
-"""The warpgroups of `gqa_prefill` that compute: the softmax and both products of a tile's steps.
+"""The consumer warpgroups of `gqa_prefill`: the softmax and both products of a tile's steps.
 
     scores_i = Q K_i^T      P_i = exp2(scores_i - row maxima)      o = rescaling o + P_i V_i
 
-A warpgroup's step begins scores i + 1 and then P_i V_i on the tensor cores, hands these on to the
-next warpgroup, and takes the softmax of scores i + 1 while P_i V_i still runs. So the tensor cores
-have another warpgroup's products to do during a softmax, and the rest of this one's own as well.
-P stays in registers. A warp rescales its output only when the maximum of one of its rows has grown
-much (reduce/online_softmax.py). Without a window, the first steps have a loop of their own without
+A warpgroup's step issues scores i + 1 and then P_i V_i to the tensor cores, and hands these on to
+the next warpgroup. It then computes the softmax of scores i + 1 while P_i V_i still runs. During a
+softmax the tensor cores thus have another warpgroup's products to do, and the rest of this one's. P
+stays in registers. A warp rescales its output only when the maximum of one of its rows has grown
+much (reduce/online_softmax.py). Without a window, the first steps have their own loop without
 masks, as all rows see all their keys. Other steps have masks only where a row does not see a key.
 """
 
@@ -45,9 +45,9 @@ class PrefillSoftmaxState(NamedTuple):
     """A warpgroup's rows before a step's values are added.
 
     Attributes:
-        p: [64, keys] the step's weights in the operands' dtype.
-        top, total: [64] the reference, at most SLACK below the largest log2 of a weight so far; and
-            the weights' sum divided by 2**that.
+        p: [64, keys], the step's weights in the operands' dtype.
+        top, total: [64], the reference, at most SLACK below the largest log2 of a weight so far;
+            and the weights' sum divided by 2**reference.
         out: float32 [64, D], the sum of values so far divided by 2**top.
     """
 
@@ -73,27 +73,28 @@ def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreScaling:
-    """How scores become logarithms of weights, to the base 2."""
+    """The conversion of scores to logarithms of weights, to the base 2."""
 
     scale: float
     soft_cap: float | None
 
     @property
     def factor(self) -> float:
-        """Of `capped`."""
+        """The factor of the result of `capped`."""
         return self.scale * LOG2E if self.soft_cap is None else self.soft_cap * LOG2E
 
     @property
     def power(self) -> float:
-        """Of 2 and a number: exp(2 number / soft_cap)."""
+        """The factor f with 2**(f x) = exp(2 x / soft_cap)."""
         assert self.soft_cap is not None
         return 2 * LOG2E / self.soft_cap
 
     def capped(self, scores: jax.Array, shift: jax.Array | None) -> jax.Array:
-        """`shift`, times `power`, is what each row's scores lack."""
+        """Applies the soft cap. `shift` is added to each row's scores, already multiplied by
+        `power`."""
         if self.soft_cap is None:
             return scores
-        # tanh, whose approximate instruction is off by 2**-11 of the cap.
+        # tanh by exp2, since the approximate instruction is off by 2**-11 of the cap.
         powers = scores * (self.power * self.scale)
         if shift is not None:
             powers += over(shift, scores.shape[1])
@@ -102,14 +103,13 @@ class ScoreScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillConsumer:
-    """One warpgroup of those that compute.
+    """One consumer warpgroup.
 
     Attributes:
-        wg: its number.
-        sinks: float32 [heads, rows], of the packed rows of a head, or of 64 that are alike; or
-            None.
+        wg: The index of the warpgroup.
+        sinks: float32 [heads, rows], for the packed rows of a head, or for 64 equal ones; or None.
         firsts: int32 [B, whole tiles], the first key that each packed row sees, or None.
-        shift: float32 [B, heads, rows] as `ScoreScaling.capped` takes it, or None.
+        shift: float32 [B, heads, rows], as `ScoreScaling.capped` takes it, or None.
         gate: [B, R, heads, D], or None.
         out, lse: [B, R, heads, D] and float32 [B, heads, whole tiles].
     """
@@ -131,12 +131,13 @@ class GqaPrefillConsumer:
 
     @property
     def stage(self) -> Any:
-        """Shared memory that the output leaves through."""
+        """The shared memory through which the output leaves."""
         memory = self.memory
         return (memory.outputs if self.config.own_output else memory.queries).at[self.wg]
 
     def await_stage(self) -> None:
-        """The last tile's output has left it, which is known already where queries come there."""
+        """Waits until the last tile's output has left it; not needed if it is the queries' memory,
+        whose loads already imply that."""
         if self.config.own_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -144,7 +145,8 @@ class GqaPrefillConsumer:
         return lax.rem(number, jnp.int32(self.config.stages))
 
     def hand_on(self) -> None:
-        """The tensor cores, to the next warpgroup: what it begins runs behind this one's."""
+        """Hands the tensor cores to the next warpgroup: the products that it issues run after this
+        one's."""
         count = self.config.warpgroups
         following = lax.rem(self.wg + 1, jnp.int32(count))
         plgpu.barrier_arrive(self.memory.turn.at[following])
@@ -166,10 +168,10 @@ class GqaPrefillConsumer:
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.keys), jnp.float32))
 
     def with_values(self, state: PrefillSoftmaxState, number: jax.Array) -> jax.Array:
-        """The output with a step's values, in the interpreter, whose wgmma takes no operand from
-        registers."""
+        """Returns the output with a step's values, in the interpreter, whose wgmma takes no
+        register operand."""
         values = self.memory.values[self.slot(number)].astype(jnp.float32)
-        plgpu.commit_smem()  # they are read as wgmma does not, before TMA writes over them
+        plgpu.commit_smem()  # plain loads, unlike wgmma, must end before TMA overwrites
         return state.out + jnp.dot(state.p.astype(jnp.float32), values)
 
     def seen(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
@@ -200,8 +202,8 @@ class GqaPrefillConsumer:
         shift: jax.Array | None,
         seen: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """(weights float32, references, sums, what rescales the output) with step i's scores. If
-        they are `seen`, all of them count."""
+        """Returns (weights float32, references, sums, rescaling of the output) with step i's
+        scores. If they are `seen`, all of them count."""
         scores, keys = self.scores.capped(scores, shift), self.config.keys
         if not seen:
             step = self.tiles.step(tile, i)
@@ -216,8 +218,8 @@ class GqaPrefillConsumer:
         return p, new_top, total * rescale + p.sum(axis=1), rescale
 
     def clear(self, tile: GqaQueryTile, i: jax.Array, number: jax.Array) -> None:
-        """0 * NaN is NaN: what no query of the tile may see becomes 0 as a value. The warpgroups
-        share the work and wait for each other."""
+        """Zeroes the values that no query of the tile may see: 0 * NaN is NaN. The warpgroups share
+        the work and wait for each other."""
         step, memory = self.tiles.step(tile, i), self.memory
         shape = (self.config.keys, CLEARED)
 
@@ -248,8 +250,8 @@ class GqaPrefillConsumer:
         *,
         seen: bool = False,
     ) -> PrefillSoftmaxState:
-        """Adds step i's values, and takes the softmax of step i + 1; all of both are `seen`, or
-        that is found out."""
+        """Adds step i's values, and computes the softmax of step i + 1. With `seen`, all scores of
+        both steps count; otherwise the step checks that."""
         memory, number = self.memory, done + i
         plgpu.barrier_wait(memory.values_loaded.at[self.slot(number)])
         if not seen:
@@ -277,7 +279,7 @@ class GqaPrefillConsumer:
             scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
-            issue_loads(interpret=False)  # or ptxas waits for the values before it begins to soften
+            issue_loads(interpret=False)  # otherwise ptxas waits for the values before the softmax
             out = plgpu.wgmma_accumulator_load(out_acc)
             plgpu.barrier_arrive(memory.values_read.at[self.slot(number)])
             return PrefillSoftmaxState(
@@ -293,7 +295,7 @@ class GqaPrefillConsumer:
     def last_values(
         self, tile: GqaQueryTile, done: jax.Array, state: PrefillSoftmaxState
     ) -> jax.Array:
-        """The output with the last step's values."""
+        """Returns the output with the last step's values."""
         memory, i = self.memory, tile.steps - 1
         slot = self.slot(done + i)
         plgpu.barrier_wait(memory.values_loaded.at[slot])
@@ -315,7 +317,7 @@ class GqaPrefillConsumer:
         return out
 
     def write(self, tile: GqaQueryTile, top: jax.Array, total: jax.Array, out: jax.Array) -> None:
-        """The tile's rows: 0 and -inf where a row sees nothing."""
+        """Writes the tile's rows: 0 and -inf where a row sees no key."""
         mine = self.first_row(tile)
         rows = pl.ds(mine, ROWS)
         token = self.tiles.token_of(mine + iota((ROWS,), 0))
@@ -356,7 +358,7 @@ class GqaPrefillConsumer:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def tile(self, tile: GqaQueryTile, done: jax.Array) -> jax.Array:
-        """All of a tile; `done` counts the steps."""
+        """Runs the mainloop and epilogue of a tile; `done` counts the steps before it."""
         memory, config = self.memory, self.config
         nothing = zeros(ROWS)
 
@@ -409,12 +411,12 @@ class GqaPrefillConsumer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillCta:
-    """What a block does with its references.
+    """The warp-specialized body of one CTA.
 
     Attributes:
-        sharing: heads of `q` that have a key-value head in common.
-        copies: boxes of a step of the cache.
-        blocks, items: resident blocks, and tiles in all.
+        sharing: The number of heads of `q` that share a key-value head.
+        copies: The number of boxes of a step of the cache.
+        blocks, items: The number of resident CTAs, and of tiles in all.
     """
 
     config: GqaPrefillTileConfig
@@ -429,7 +431,8 @@ class GqaPrefillCta:
     interpret: bool
 
     def run(self, **refs: Any) -> None:
-        """`refs` are those of the operands, of `out` and `lse`, and of `GqaPrefillSmem`."""
+        """Runs the CTA; `refs` are those of the operands, of `out` and `lse`, and of
+        `GqaPrefillSmem`."""
         config, wg = self.config, lax.axis_index("wg")
         memory = GqaPrefillSmem(**{name: refs.pop(name) for name in GqaPrefillSmem._fields})
         bounds, drawn = refs.pop("bounds"), refs.pop("drawn")
@@ -454,7 +457,7 @@ class GqaPrefillCta:
             each(False, computer.tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-            # A thread that waits on a barrier has to see each of its completions.
+            # A thread that waits on a barrier must observe each of its completions.
             @pl.when(wg == 0)
             def _() -> None:
                 plgpu.barrier_wait(memory.turn.at[0])
@@ -472,7 +475,7 @@ class GqaPrefillCta:
     def each_tile(
         self, at: Any, drawn: Any, memory: GqaPrefillSmem, draws: bool, do: Any, carry: Any
     ) -> Any:
-        """carry = do(tile, carry) for each of the block's; one warpgroup draws them."""
+        """Runs carry = do(tile, carry) for each tile of the CTA; one warpgroup draws the tiles."""
         block = lax.axis_index("block")
         run = lambda item, carry: do(at(item), carry)  # noqa: E731
         if self.items == self.blocks:

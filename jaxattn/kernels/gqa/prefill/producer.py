@@ -1,4 +1,5 @@
-"""The warpgroup of `gqa_prefill` that loads: queries, and the keys and values of every step."""
+"""The producer warpgroup of `gqa_prefill`: it loads queries, and the keys and values of every
+step."""
 
 import dataclasses
 import functools
@@ -18,15 +19,15 @@ KEYS, VALUES = 0, 1  # in the cache's axis of two
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillSources:
-    """Where queries, keys and values lie.
+    """The refs of queries, keys and values in global memory.
 
     Attributes:
         q: [B, R, heads, D].
-        k, v: [B, T, Hk, D] of the new tokens.
-        k_rest: [B, T, P], the last of the keys' dims where all heads share them, or None.
-        cache: [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them, or None.
-        table, layer: int32 [B, M] and [1], of the cache.
-        sharing: of `heads` that have a key-value head in common.
+        k, v: [B, T, Hk, D], of the new tokens.
+        k_rest: [B, T, P], the last dims of the keys where all heads share them, or None.
+        cache: [L, 2 N, C, Hk D], with the keys of page n at 2 n, followed by its values, or None.
+        table, layer: int32 [B, M] and [1], for the cache.
+        sharing: The number of `heads` that share a key-value head.
     """
 
     q: Any
@@ -42,8 +43,9 @@ class GqaPrefillSources:
         return head if self.sharing == 1 else lax.div(head, jnp.int32(self.sharing))
 
     def pages(self, tile: GqaQueryTile, step: GqaKeyTile, keys: int) -> list[jax.Array]:
-        """The cache's pages of a step of so many keys; past the prefix's end or left of the window
-        the nearest within, since a table may hold anything there. What is read of it is masked."""
+        """Returns the cache's pages of a step of `keys` keys. Past the prefix's end or left of the
+        window it returns the nearest page inside, since a table may hold anything there; the keys
+        are masked."""
         if self.cache is None:
             return []
         size, width = self.cache.shape[2], self.table.shape[1]
@@ -56,10 +58,10 @@ class GqaPrefillSources:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillProducer:
-    """Walks over a block's tiles ahead of the warpgroups that compute.
+    """The loop over a CTA's tiles, ahead of the consumer warpgroups.
 
     Attributes:
-        copies: boxes of a step of the cache.
+        copies: The number of boxes of a step of the cache.
     """
 
     config: GqaPrefillTileConfig
@@ -73,18 +75,18 @@ class GqaPrefillProducer:
 
         def each(i: jax.Array, _: Any) -> None:
             step = tiles.step(tile, i)
-            # They are asked for before a place is waited for.
+            # The page numbers are loaded before the wait for a free stage.
             pages = self.sources.pages(tile, step, self.config.keys)
             self._load(KEYS, done + i, tile, step, pages)
-            # Their place is free when the last tile's last keys have been read, as is the place of
-            # the second keys.
+            # The queries' memory is free when the last tile's last keys have been read, as is the
+            # stage of the second keys.
             pl.when(i == 0)(functools.partial(self._load_queries, tile, loaded))
             self._load(VALUES, done + i, tile, step, pages)
 
         lax.fori_loop(0, tile.steps, each, None)
         if self.config.own_output:
             return done + tile.steps, loaded + (tile.steps > 0).astype(jnp.int32)
-        # Zeros leave through the queries' memory, too: whose it is is known by what is loaded.
+        # Zeros leave through the queries' memory too: loading the queries establishes who owns it.
         pl.when(tile.steps == 0)(functools.partial(self._load_queries, tile, loaded))
         return done + tile.steps, loaded + 1
 
@@ -145,7 +147,8 @@ class GqaPrefillProducer:
             lax.cond(step.cached, of_cache, of_new)
 
     def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
-        """A thread that waits on a barrier has to see each of its completions."""
+        """Waits for the remaining completions: a thread that waits on a barrier must observe each
+        one."""
         done, loaded = carry
         memory, stages = self.memory, self.config.stages
 

@@ -1,4 +1,4 @@
-"""Tile configurations of `gqa_prefill` for each head dim, and its shared memory."""
+"""The tile configuration of `gqa_prefill` for each head dim, and its shared memory."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,25 +10,25 @@ from jaxattn.kernels.attention.work_queue import scratch as queue_scratch
 from jaxattn.kernels.hopper.instructions import swizzled
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-PAGE_SIZES = (16, 32, 64, 128)  # that the kernel reads itself
+PAGE_SIZES = (16, 32, 64, 128)  # page sizes that the kernel reads itself
 ROWS = 64  # packed rows of a warpgroup
-NARROW, SHORT = 512, 64  # a window of so many keys, and the keys of its steps
+NARROW, SHORT = 512, 64  # the keys of a narrow window, and of its steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillTileConfig:
-    """How the kernel is cut.
+    """The tile sizes, pipeline stages and registers of the kernel.
 
     Attributes:
-        keys: of a step.
-        warpgroups: that compute, 64 packed rows each; one more loads.
-        stages: steps whose keys and values are in shared memory or on their way there.
-        own_output: whether the output has shared memory of its own. Otherwise it leaves through the
-            queries', and the next tile's queries come only when it has left.
-        compute_registers, memory_registers: of a thread. All warpgroups' together may be 504 of
-            three, and 512 of four.
-        blocks: resident blocks, each taking many tiles; None: one for each multiprocessor.
-        l2_bytes: keys and values of the heads that are worked on at one time.
+        keys: Keys of a step.
+        warpgroups: Consumer warpgroups, 64 packed rows each; one more loads.
+        stages: Pipeline stages of keys and values.
+        own_output: Whether the output has its own shared memory. Otherwise it leaves through the
+            queries' memory, and the next tile's queries are loaded only when it has left.
+        compute_registers, memory_registers: Registers per thread of a consumer and of the producer.
+            All warpgroups together may have 504 if there are three, and 512 if four.
+        blocks: Resident CTAs, each taking many tiles; None: one per multiprocessor.
+        l2_bytes: Keys and values of the heads that are worked on at one time.
     """
 
     keys: int
@@ -42,7 +42,7 @@ class GqaPrefillTileConfig:
 
     @property
     def rows(self) -> int:
-        """Packed rows of a tile."""
+        """The packed rows of a tile."""
         return self.warpgroups * ROWS
 
 
@@ -63,7 +63,8 @@ CONFIGS = {
 
 
 def config_of(head_dim: int, window: int | None) -> GqaPrefillTileConfig:
-    """Of a narrow window most steps are masked, and shorter ones have less to mask."""
+    """Returns the configuration. With a narrow window most steps are masked, and shorter steps have
+    less to mask."""
     config = CONFIGS[head_dim]
     if window is None or window > NARROW or config.keys <= SHORT:
         return config
@@ -71,7 +72,7 @@ def config_of(head_dim: int, window: int | None) -> GqaPrefillTileConfig:
 
 
 def refusal(dtype: Any, head_dim: int) -> str | None:
-    """What the kernel wants in the place of these; None where it takes them."""
+    """Returns what the kernel requires instead of these arguments; None if it accepts them."""
     if jnp.dtype(dtype) not in DTYPES:
         return f"q of bfloat16 or float16, and got {jnp.dtype(dtype).name}"
     if head_dim not in CONFIGS:
@@ -80,22 +81,23 @@ def refusal(dtype: Any, head_dim: int) -> str | None:
 
 
 def copies_of(config: GqaPrefillTileConfig, page_size: int | None) -> int:
-    """Boxes that a step's keys come in from the cache; 1 without one."""
+    """Returns the number of boxes in which a step's keys are copied from the cache; 1 without a
+    cache."""
     return 1 if page_size is None else max(config.keys // page_size, 1)
 
 
 class GqaPrefillSmem(NamedTuple):
-    """A block's shared memory and barriers; w is a warpgroup, s a stage.
+    """A CTA's shared memory and barriers; w is a warpgroup, s a stage.
 
     Attributes:
         queries: [w, 64, D].
         outputs: [w, 64, D] on their way out, or None.
-        keys, values: [s, keys, D]; of keys a tuple, of the pieces in which their dims come.
-        queries_loaded, keys_loaded, values_loaded, gate_loaded: what has come.
-        queries_read, keys_read, values_read: what may be overwritten.
-        turn: the tensor cores are this warpgroup's.
-        cleared: values that nobody owns are 0.
-        queue: of `WorkQueue`.
+        keys, values: [s, keys, D]; keys are a tuple, one entry per piece of their dims.
+        queries_loaded, keys_loaded, values_loaded, gate_loaded: Full barriers.
+        queries_read, keys_read, values_read: Empty barriers: the buffer may be overwritten.
+        turn: The tensor cores are this warpgroup's.
+        cleared: Values that nobody owns are 0.
+        queue: The refs of `WorkQueue`.
     """
 
     queries: Any
@@ -117,7 +119,7 @@ class GqaPrefillSmem(NamedTuple):
 def scratch_types(
     config: GqaPrefillTileConfig, dtype: Any, head_dim: int, copies: int, pieces: tuple[int, ...]
 ) -> GqaPrefillSmem:
-    """Types of a `GqaPrefillSmem`.
+    """Returns the scratch types of a `GqaPrefillSmem`.
 
     `copies` are a step's boxes of values, `pieces` the dims of the keys' pieces.
     """

@@ -1,4 +1,4 @@
-"""The tiles of queries that blocks of `gqa_prefill` take, and which keys each of them walks over.
+"""The tile scheduler of `gqa_prefill`: query tiles of CTAs, and the keys of each tile.
 
 Keys are counted in steps, those of the cached prefix first and then the new tokens'. A key's
 position is its place in the whole sequence; a query's is that of its own token.
@@ -15,17 +15,17 @@ FIRST, QUERIES, PREFIX, KEYS, OFFSET, BASE = range(6)  # columns of the rows' bo
 
 
 class GqaQueryTile(NamedTuple):
-    """Packed rows of a head and what they attend to.
+    """A tile of packed rows of a head, and the range of keys that they attend to.
 
     Attributes:
-        row, head, start: of the batch; of the queries; the first packed row.
-        prefix: cached tokens of the row.
-        low, high: positions from which and up to which, without, any query sees keys; between them
-            all keys are there.
-        seen_from: the position from which on all queries see what is not after them.
-        prefix_low, new_low: the first step of the prefix, and of the new tokens.
-        prefix_steps, steps: of the prefix, and of both together.
-        bounds: the row's.
+        row, head, start: The row of the batch, the head of the queries, and the first packed row.
+        prefix: Cached tokens of the row.
+        low, high: Positions from `low` up to `high`, exclusive, contain all keys that any query
+            sees; all keys between them exist.
+        seen_from: The position from which on all queries see every key that is not after them.
+        prefix_low, new_low: The first step of the prefix, and of the new tokens.
+        prefix_steps, steps: Steps of the prefix, and of both together.
+        bounds: The row's bounds.
     """
 
     row: jax.Array
@@ -43,13 +43,13 @@ class GqaQueryTile(NamedTuple):
 
 
 class GqaKeyTile(NamedTuple):
-    """Keys that are worked on at a time.
+    """The keys of one step.
 
     Attributes:
-        cached: whether they are of the prefix.
-        first: the first one's place in the prefix, or among the new tokens.
-        position: its position.
-        high: the position from which on the step has no keys.
+        cached: Whether the keys are of the prefix.
+        first: The first key's index in the prefix, or among the new tokens.
+        position: The first key's position.
+        high: The position from which on the step has no keys.
     """
 
     cached: jax.Array
@@ -60,17 +60,17 @@ class GqaKeyTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaPrefillTileScheduler:
-    """The line of tiles: a row's heads `group` at a time, of these the tiles with the most keys
-    first, so that keys and values that are worked on at one time stay in L2.
+    """The order of all tiles: a row's heads `group` at a time, and of these the tiles with the most
+    keys first. Concurrently used keys and values then stay in L2.
 
     Attributes:
-        rows: packed rows of a tile.
-        keys: of a step.
-        packed: packed rows of a token.
-        count: tiles of a head.
-        heads: that have queries of their own, a multiple of `group`.
-        window: keys that a query sees, its own included; None is all.
-        lined: whether each tile has bounds of its own, with the place of its first new key.
+        rows: Packed rows of a tile.
+        keys: Keys of a step.
+        packed: Packed rows of a token.
+        count: Tiles of a head.
+        heads: Heads with queries of their own, a multiple of `group`.
+        window: The keys that a query sees, its own included; None means all.
+        lined: Whether each tile has its own bounds, with the position of its first new key.
     """
 
     rows: int
@@ -83,12 +83,13 @@ class GqaPrefillTileScheduler:
     lined: bool = False
 
     def token_of(self, row: Any) -> Any:
-        """The token of a packed row."""
+        """Returns the token of a packed row."""
         return row if self.packed == 1 else lax.div(row, jnp.int32(self.packed))
 
     def at(self, item: jax.Array, bounds_ref: Any, firsts_ref: Any = None) -> GqaQueryTile:
-        """The line's tile at a place, with the bounds int32 [B, 5] of the rows, or [tiles, 6], and
-        int32 [B, whole tiles] the first key that each packed row sees, or None."""
+        """Returns the tile at position `item` of the order. `bounds_ref` has the rows' bounds,
+        int32 [B, 5] or [tiles, 6]; `firsts_ref`, int32 [B, whole tiles] or None, has the first key
+        that each packed row sees."""
         outer, inner = (f(item, self.count * self.group) for f in (lax.div, lax.rem))
         groups = self.heads // self.group
         row = lax.div(outer, groups)
@@ -99,7 +100,7 @@ class GqaPrefillTileScheduler:
         first, queries, prefix, keys, offset = bounds[:5]
         token = self.token_of(start)
         last = jnp.minimum(self.token_of(start + (self.rows - 1)), queries - 1)
-        # Of new tokens: the first that any of the queries sees, and the end of those.
+        # Among new tokens: the first key that any of the queries sees, and the end of these keys.
         seen_from = first
         if firsts_ref is not None:
             seen_from = jnp.maximum(first, firsts_ref[row, start + (self.rows - 1)])
@@ -124,7 +125,7 @@ class GqaPrefillTileScheduler:
         )  # fmt: skip
 
     def step(self, tile: GqaQueryTile, i: jax.Array) -> GqaKeyTile:
-        """The tile's i-th step."""
+        """Returns the tile's i-th step."""
         cached = i < tile.prefix_steps
         new = tile.new_low + i - tile.prefix_steps
         first = jnp.where(cached, tile.prefix_low + i, new) * self.keys
@@ -132,13 +133,13 @@ class GqaPrefillTileScheduler:
         return GqaKeyTile(cached, first, position, jnp.where(cached, tile.prefix, tile.high))
 
     def all_there(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
-        """Whether none of the step's keys may be memory that nobody owns."""
+        """Whether all of the step's keys exist, so that none is memory that nobody owns."""
         return (step.position >= tile.low) & (step.position + self.keys <= step.high)
 
     def all_seen(
         self, tile: GqaQueryTile, step: GqaKeyTile, first_row: jax.Array, rows: int
     ) -> jax.Array:
-        """Whether each of so many packed rows sees all of the step's keys."""
+        """Whether each of `rows` packed rows sees all of the step's keys."""
         ahead = tile.prefix + tile.bounds[OFFSET]
         end = jnp.minimum(step.high, ahead + self.token_of(first_row) + 1)
         begin = tile.seen_from
@@ -148,8 +149,8 @@ class GqaPrefillTileScheduler:
         return (step.position >= begin) & (step.position + self.keys <= end)
 
     def seen_first(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
-        """How many steps, from the first on, have keys that all packed rows from `first_row` on
-        see, each as `all_seen` says; there is no window."""
+        """Returns how many steps, from the first on, satisfy `all_seen` for all packed rows from
+        `first_row` on; there is no window."""
         _, _, prefix, _, offset = tile.bounds[:5]
         end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
         cached = lax.div(jnp.minimum(prefix, end), self.keys) - tile.prefix_low

@@ -1,1 +1,1 @@
-"""The launch of a kernel's body, parallel compilation and the cache of traces."""
+"""The launch of a kernel body, parallel compilation and the cache of traces."""

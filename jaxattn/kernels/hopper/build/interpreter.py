@@ -1,4 +1,4 @@
-"""The interpreter that runs kernels without a GPU, and the host threads that it needs."""
+"""The Pallas interpreter, which runs kernels without a GPU, and the host threads that it needs."""
 
 import functools
 import os
@@ -11,14 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import PACKAGE
 
-# Threads of XLA's pool from which on the interpreter is safe: the threads of a block, up to 4 here,
-# wait for one another, each in a callback that holds a thread of the pool.
+# The least threads of XLA's pool with which the interpreter is safe. The warpgroups of a CTA, up to
+# 4 here, wait for one another, each in a callback that holds a thread of the pool.
 INTERPRETER_THREADS = 8
 JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def _host_threads() -> int:
-    """Of XLA's pool, as XLA counts them when JAX's backend starts."""
+    """Returns the threads of XLA's pool, as XLA counts them when JAX's backend starts."""
     for name in ("PJRT_NPROC", "NPROC"):
         if (given := os.environ.get(name, "")).isdigit():
             return int(given)
@@ -29,7 +29,7 @@ def _host_threads() -> int:
 
 @functools.cache
 def _warn_of_few_threads() -> None:
-    """Once a process."""
+    """Warns once per process."""
     if (threads := _host_threads()) < INTERPRETER_THREADS:
         warnings.warn(
             "the interpreter of kernels may wait for ever: it needs a host thread for each thread "
@@ -40,7 +40,7 @@ def _warn_of_few_threads() -> None:
 
 
 def interpret_mode(interpret: bool, *, detect_races: bool = False) -> Any:
-    """The `interpret=` of `plgpu.kernel`: the interpreter fills fresh memory with NaN."""
+    """Returns the `interpret=` of `plgpu.kernel`: the interpreter fills fresh memory with NaN."""
     if interpret:
         _warn_of_few_threads()
     return plgpu.InterpretGPUParams(detect_races=detect_races) if interpret else False

@@ -1,8 +1,8 @@
-"""The hash by which the runtime finds a kernel that it has compiled, the same for equal kernels.
+"""The hash by which the runtime finds a compiled kernel, made the same for equal kernels.
 
 Up to JAX 0.11 Mosaic writes a name with a counter of the process into a kernel's module, and hashes
-both. So two programs that launch one kernel would compile it twice, and JAX's cache of programs
-would not find one that another process has lowered in another order.
+both. Two programs that launch one kernel would therefore compile it twice, and JAX's compilation
+cache would miss a program that another process has lowered in another order.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ def each_kernel(text: jax.stages.Lowered, look: Callable[[Any], None]) -> None:
 
 
 def _without_counter(module: bytes) -> bytes:
-    """A kernel's module under its own name, which profilers show, without the counter."""
+    """Returns a kernel's module under its own name, which profilers show, without the counter."""
     with mlir.make_ir_context() as context, ir.Location.unknown():
         mgpu.dialect.register_dialect(context)
         context.allow_unregistered_dialects = True

@@ -1,4 +1,4 @@
-"""The launch of every kernel: a body and its references, by name.
+"""The launch of every kernel: a body and its refs, by name.
 
     out = launch(
         body,
@@ -9,9 +9,10 @@
         scratch={"sums_smem": plgpu.SMEM((128,), jnp.float32)},
     )["out_ref"]
 
-calls `body(x_ref=..., layer_ref=..., out_ref=..., sums_smem=...)` in each warpgroup of each block.
-What is None is left out of the launch, and the body gets None for it: a kernel with an optional
-operand reads as one without. An array that is updated in place is a `jax.new_ref` among the inputs.
+calls `body(x_ref=..., layer_ref=..., out_ref=..., sums_smem=...)` in each warpgroup of each CTA.
+The launch omits entries that are None, and the body receives None for them: a kernel with an
+optional operand reads as one without. To update an array in place, pass a `jax.new_ref` of it among
+the inputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,21 +47,22 @@ def launch(
     """Runs a kernel, and returns its outputs by name.
 
     Args:
-        body: takes a reference for each name of inputs, outputs and scratch.
-        name: of the kernel, as profilers show it.
-        grid: axes and blocks; the last runs fastest.
-        inputs: arrays, and references to what is updated in place, or tuples of them.
+        body: Takes a ref for each name of inputs, outputs and scratch.
+        name: The kernel's name, as profilers show it.
+        grid: The axes and their numbers of CTAs; the last axis runs fastest.
+        inputs: Arrays, and refs of arrays to update in place, or tuples of them.
         outputs: `jax.ShapeDtypeStruct` of new arrays, or a tuple of them.
-        scratch: shared memory and barriers of a block.
-        cluster: the axis of the blocks that share a cluster, and their number.
-        warpgroups: of a block, the axis "wg". None: one, and no such axis.
-        compiler_params: None takes the defaults.
-        interpret: under the Mosaic interpreter, on any device; fresh memory is NaN.
-        detect_races: there, whether it looks for races.
+        scratch: The shared memory and barriers of a CTA.
+        cluster: The axis of the CTAs that share a cluster, and their number.
+        warpgroups: The warpgroups of a CTA, the axis "wg". None: one, without such an axis.
+        compiler_params: None means the defaults.
+        interpret: Whether the Mosaic interpreter runs the kernel, on any device; fresh memory is
+            NaN.
+        detect_races: Whether the interpreter looks for races.
 
     Raises:
-        ValueError: two of inputs, outputs and scratch have one name.
-        Refusal: `scratch` is more shared memory than a block has.
+        ValueError: Two of inputs, outputs and scratch have the same name.
+        Refusal: `scratch` exceeds the shared memory of a CTA.
     """
     names = [*inputs, *outputs, *scratch]
     if twice := sorted({each for each in names if names.count(each) > 1}):

@@ -1,14 +1,15 @@
-"""Compiles the kernels of lowered programs beside each other, and each of them once.
+"""Compiles the kernels of lowered programs in parallel, and each of them once.
 
-XLA comes to a program's kernels one after another, and two programs that hold one kernel both
-compile it. Mosaic keeps what it has compiled, for the process and by the kernel's hash. So
+XLA compiles a program's kernels one after another, and two programs that contain the same kernel
+both compile it. Mosaic keeps compiled kernels for the lifetime of the process, by the kernel's
+hash. So
 
-    each = Beside(pool, device)
+    each = ParallelCompiler(pool, device)
     kernels = each.compile(jax.jit(step).lower(...))
     concurrent.futures.wait(kernels)
 
-compiles each kernel as a program of its own, many at a time. Whoever compiles the step after that
-finds its kernels compiled.
+compiles each kernel as a program of its own, many at a time. A later compilation of the step finds
+its kernels compiled.
 """
 
 import concurrent.futures
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jaxattn.kernels.hopper.build.kernel_hash import TARGET, each_kernel
 from jaxattn.kernels.hopper.mlir import ir
 
-# What decides a compiled kernel. Its operands do not: they are given when it is launched.
+# The attributes that determine a compiled kernel. Its operands do not: they are given at launch.
 DECIDES = ("kernel_hash", "module", "use_custom_barrier")
 
 type Kernel = dict[str, bytes | bool]
@@ -29,12 +30,12 @@ type Compiling = concurrent.futures.Future[None]
 
 
 class ParallelCompiler:
-    """Kernels that are compiled or being compiled.
+    """The kernels that are compiled or being compiled.
 
     Args:
-        pool: whose threads compile them. Of those that wait for kernels, none may begin before
-            `compile` has returned: the pool begins its tasks in order.
-        device: that the kernels are for.
+        pool: The executor whose threads compile. A task that waits for kernels must not start
+            before `compile` has returned: the pool starts its tasks in order.
+        device: The device that the kernels are for.
     """
 
     def __init__(self, pool: concurrent.futures.Executor, device: jax.Device):
@@ -42,10 +43,11 @@ class ParallelCompiler:
         self._begun: dict[bytes | bool, Compiling] = {}
 
     def compile(self, text: jax.stages.Lowered) -> Sequence[Compiling]:
-        """Begins with the kernels of a program that are new; returns all of its kernels.
+        """Starts to compile those kernels of a program that are new; returns the futures of all its
+        kernels.
 
-        A kernel that cannot be compiled ends with an error here. Whoever compiles the program gets
-        the same error, with the program's name.
+        A future of a kernel that cannot be compiled ends with an error. The compilation of the
+        program raises the same error, with the program's name.
         """
         found = {kernel["kernel_hash"]: kernel for kernel in kernels_of(text)}
         for key, kernel in found.items():
@@ -62,7 +64,8 @@ class ParallelCompiler:
 
 
 def kernels_of(text: jax.stages.Lowered) -> list[Kernel]:
-    """What decides each of a lowered program's kernels. Launches of one kernel are alike."""
+    """Returns the attributes that determine each of a lowered program's kernels. Launches of one
+    kernel have the same."""
     found: list[Kernel] = []
 
     def look(operation: Any) -> None:

@@ -1,18 +1,18 @@
 """Traces, lowers and compiles a kernel once, however many launches it has.
 
 Three layers of one kind launch one kernel on the same shapes. Python traces and lowers on one
-thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch makes its body
-anew, so JAX takes it for another kernel. Within
+thread at a time, and Mosaic compiles one kernel at a time in a process. Each launch creates a new
+body, which JAX takes for another kernel. Within
 
     with share_launches():
         jax.jit(step).lower(...)
 
-launches are the same kernel if their bodies hold the same: their code, and what they close over.
-All of them call one function, which JAX traces once for each set of shapes. Constants of modules
-and classes must not change within it, as nothing tells such bodies apart.
+launches are the same kernel if their bodies have the same code and close over the same values. All
+of them call one function, which JAX traces once for each set of shapes. Constants of modules and
+classes must not change within the context, because the key does not contain them.
 
-Outside of it each launch is a kernel of its own. So no kernel outlives a change of a module's
-constants.
+Outside of the context each launch is a kernel of its own. So no kernel outlives a change of a
+module's constants.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ _launched: ContextVar[Callable[..., Any]] = ContextVar("launched")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class IdentityKey:
-    """A key that is equal to no other object's. It keeps the object, and so the object's id."""
+    """A key that is equal to no other object's. It keeps the object alive, and so the object's id
+    unique."""
 
     value: Any
 
@@ -50,10 +51,10 @@ class IdentityKey:
 
 @contextlib.contextmanager
 def share_launches(shared: Shared | None = None) -> Iterator[None]:
-    """Within it, a kernel that this thread launches several times is made once.
+    """A context in which a kernel that this thread launches several times is traced once.
 
     Args:
-        shared: the kernels so far, where several threads have them in common.
+        shared: The kernels so far, if several threads share them.
     """
     cache_ptxas_version()
     token = _shared.set({} if shared is None else shared)
@@ -64,11 +65,11 @@ def share_launches(shared: Shared | None = None) -> Iterator[None]:
 
 
 def trace_once(name: str, kernel: Callable[..., Any], *decides: object) -> Callable[..., Any]:
-    """The kernel, or an earlier one that is the same.
+    """Returns the kernel, or an earlier one that is the same.
 
     Args:
-        name: of the function that launches it.
-        decides: all that decides what the kernel does, beside its operands' shapes.
+        name: The name of the function that launches it.
+        decides: Everything that determines what the kernel does, except its operands' shapes.
     """
     shared = _shared.get()
     if shared is None:
@@ -83,11 +84,12 @@ def trace_once(name: str, kernel: Callable[..., Any], *decides: object) -> Calla
             return _launched.get()(*given)
 
         run.__name__ = run.__qualname__ = name
-        shared.setdefault(key, jax.jit(run))  # another thread's may be there by now
+        shared.setdefault(key, jax.jit(run))  # another thread may have added it meanwhile
     same = shared[key]
 
     def launched(*given: Any) -> Any:
-        # For other shapes JAX traces again. What the first body closes over may be another by then.
+        # JAX traces again for other shapes. The values that the first body closes over may have
+        # changed by then.
         token = _launched.set(kernel)
         try:
             return same(*given)
@@ -98,13 +100,13 @@ def trace_once(name: str, kernel: Callable[..., Any], *decides: object) -> Calla
 
 
 def cache_key(value: object, around: tuple[int, ...] = ()) -> object:
-    """A value as a key. Equal keys mean values that do the same.
+    """Returns a value as a key. Equal keys mean values that do the same.
 
     Args:
-        around: the values that it is a part of.
+        around: The ids of the values that contain this one.
 
     Raises:
-        TypeError: the value has no key: it is an array, or a part of itself.
+        TypeError: The value has no key: it is an array, or contains itself.
     """
     if isinstance(value, PLAIN):
         return type(value), value  # 1, 1.0 and True are equal

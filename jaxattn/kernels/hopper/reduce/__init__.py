@@ -1,1 +1,1 @@
-"""Reductions over a block and a cluster, online softmax, and the RMS-norm prologue."""
+"""Reductions over a CTA and a cluster, online softmax, and the RMS-norm prologue."""

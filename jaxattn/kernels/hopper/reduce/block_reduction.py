@@ -1,7 +1,7 @@
-"""Sums over vectors of which each thread has one element, without a meeting of warps of their own.
+"""Sums over vectors with one element per thread, without a barrier of their own.
 
-Each warp adds up its elements and stores the sum. Where warps meet anyway, for the vectors
-themselves say, every thread then has the warps' sums to add up, not the vectors.
+Each warp adds up its elements and stores the sum. If the warps synchronize anyway, for example for
+the vectors themselves, every thread then adds up only the warps' sums, not the vectors.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ class BlockReduction:
     """The sums of `count` vectors [128] of one warpgroup, used once.
 
     Args:
-        layout: of the vectors, one element a thread.
+        layout: The layout of the vectors, one element per thread.
     """
 
     def __init__(self, count: int, layout: Any, *, interpret: bool) -> None:
@@ -29,7 +29,7 @@ class BlockReduction:
         return plgpu.SMEM((self.count * WARPS,), jnp.float32)
 
     def put(self, scratch: Any, vectors: list[jax.Array]) -> None:
-        """Before the warps meet."""
+        """Stores the warps' sums; called before the warps synchronize."""
         if self.interpret:
             for i, x in enumerate(vectors):
                 scratch[i * WARPS] = jnp.sum(x)
@@ -40,7 +40,7 @@ class BlockReduction:
     def _put(self, ctx: Any, scratch: Any, *vectors: Any) -> None:
         del ctx
         totals = [element(x.registers.item(), 0) for x in vectors]
-        for distance in (1, 2, 4, 8, 16):  # side by side: a shuffle takes as long as 20 additions
+        for distance in (1, 2, 4, 8, 16):  # interleaved: a shuffle takes as long as 20 additions
             others = [utils.shfl_bfly(total, distance) for total in totals]
             totals = [arith.addf(x, y) for x, y in zip(totals, others, strict=True)]
         thread, lane = WarpgroupThread(), arith.andi(utils.thread_idx(), word(31))
@@ -49,7 +49,7 @@ class BlockReduction:
                 store(total, scratch, times(thread.warp, 4), 4 * WARPS * i)
 
     def get(self, scratch: Any) -> list[jax.Array]:
-        """After they have met."""
+        """Returns the sums; called after the warps have synchronized."""
         if self.interpret:
             return [scratch[i * WARPS] for i in range(self.count)]
         number = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)

@@ -1,8 +1,9 @@
-"""Numbers that the warps of a cluster's blocks send each other, without meeting.
+"""Numbers that the warps of a cluster's CTAs send each other, without a cluster barrier.
 
-A store to another block's shared memory (`st.async`) also counts its bytes on a barrier there. Who
-has waited for all of them knows that every warp which sent some had come so far: what those warps
-had read before may be overwritten. The cluster's own barrier would wait for their stores too.
+A store to another CTA's shared memory (`st.async`) also counts its bytes on a barrier there. A
+thread that has waited for all bytes knows that every warp which sent some had reached its store:
+data that those warps had read before may be overwritten. The cluster's own barrier would wait for
+their stores too.
 """
 
 from typing import Any
@@ -42,9 +43,9 @@ SEND = (
 
 
 def cluster_block_index(blocks: int, *, interpret: bool) -> jax.Array:
-    """The block's place in a cluster ("part") of so many blocks on the grid's fastest axis.
+    """Returns the CTA's rank in a cluster ("part") of `blocks` CTAs on the grid's fastest axis.
 
-    `lax.axis_index` asks for the cluster's size as well, and divides by it.
+    `lax.axis_index` would also read the cluster's size, and divide by it.
     """
     if interpret:
         return lax.axis_index("part")
@@ -59,9 +60,9 @@ def cluster_block_index(blocks: int, *, interpret: bool) -> jax.Array:
 
 
 def cluster_barrier(barrier: Any = None, *, interpret: bool) -> None:
-    """The cluster's blocks wait for one another, and see what the others have in shared memory.
+    """Synchronizes the cluster's CTAs; each then sees the others' shared memory.
 
-    The interpreter wants a `ClusterBarrier` for it.
+    The interpreter needs a `ClusterBarrier` for it.
     """
     if interpret:
         plgpu.barrier_arrive(barrier)
@@ -82,22 +83,22 @@ def cluster_barrier(barrier: Any = None, *, interpret: bool) -> None:
 
 
 class ClusterSquareSum:
-    """The sums of squares of the cluster's teams: `size` blocks that follow one another.
+    """The sums of squares of the cluster's teams: `size` consecutive CTAs each.
 
-    Each warp of a block has a share. The first block of the cluster learns when all have sent
-    theirs, any other when its own team has. A launch does this once.
+    Each warp of a CTA has a share. The first CTA of the cluster waits until all CTAs have sent
+    theirs, any other CTA until its own team has. A launch does this once.
 
     Args:
-        blocks: of the cluster, a multiple of `size`.
-        layout: of the vectors that are squared. Lanes 0, 8, 16 and 24 of a warp have different
-            elements, and the others repeat them.
+        blocks: The CTAs of the cluster, a multiple of `size`.
+        layout: The layout of the vectors that are squared. Lanes 0, 8, 16 and 24 of a warp have
+            different elements, and the others repeat them.
     """
 
     def __init__(self, blocks: int, size: int, layout: Any, *, interpret: bool) -> None:
         self.blocks, self.size, self.layout, self.interpret = blocks, size, layout, interpret
 
     def scratch_types(self) -> dict[str, Any]:
-        if self.interpret:  # which has no shared memory of other blocks
+        if self.interpret:  # which has no distributed shared memory
             return {"squares_sent": plgpu.ClusterBarrier(collective_axes=("part",))}
         return {
             "square_sums": plgpu.SMEM((self.blocks * WARPS,), jnp.float32),
@@ -105,8 +106,8 @@ class ClusterSquareSum:
         }
 
     def open(self, sums: Any, sent: Any, part: jax.Array) -> None:
-        """Comes before `ready`; `part` is the block's place in the cluster. The interpreter's
-        `sums` are a place in memory for the cluster's numbers."""
+        """Initializes the barrier; comes before `ready`. `part` is the CTA's rank in the cluster.
+        The interpreter's `sums` are a place in global memory for the cluster's numbers."""
         self.part, self.sums, self.sent = part, sums, sent
         if self.interpret:
             return
@@ -128,7 +129,7 @@ class ClusterSquareSum:
         asm("barrier.cluster.arrive.relaxed.aligned;", [], [], "~{memory}", convergent=True)
 
     def ready(self) -> None:
-        """Every block of the cluster has opened."""
+        """Waits until every CTA of the cluster has called `open`."""
         if self.interpret:
             return
 
@@ -139,7 +140,7 @@ class ClusterSquareSum:
         wait()
 
     def send(self, x: jax.Array) -> None:
-        """The block's part of its team's vector. Comes after `ready`."""
+        """Sends the square sum of the CTA's part of its team's vector. Comes after `ready`."""
         if self.interpret:
             self.sums[self.part] = jnp.sum(x * x)
             plgpu.barrier_arrive(self.sent)
@@ -160,7 +161,7 @@ class ClusterSquareSum:
             total = arith.addf(total, utils.shfl_bfly(total, distance))
         lane = arith.andi(utils.thread_idx(), word(31))
         first = arith.subi(part, arith.remui(part, word(self.size)))
-        # A lane for each block of the team, and one for the first block of the cluster.
+        # One lane for each CTA of the team, and one for the first CTA of the cluster.
         is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, word(self.size))
         to = arith.select(is_first, word(0), plus(first, lane))
         of_first = arith.cmpi(arith.CmpIPredicate.eq, first, word(0))
@@ -171,7 +172,7 @@ class ClusterSquareSum:
         asm(SEND, [], [lane, lanes, there, counter, total, to], "r,r,r,r,f,r,~{memory}")
 
     def receive(self) -> jax.Array:
-        """Of the team's whole vector."""
+        """Returns the sum over the team's whole vector."""
         first = self.part - lax.rem(self.part, jnp.int32(self.size))
         if self.interpret:
             plgpu.barrier_wait(self.sent)

@@ -1,12 +1,12 @@
-"""A softmax that goes step by step, beside the tensor cores: what Pallas has no operation for.
+"""Parts of an online softmax that Pallas has no operation for.
 
-It multiplies what it has summed whenever a row's reference moves: 128 multiplications a thread of
-`mla_decode`, a quarter of its instructions, between P and the product that waits for it. So the
-reference moves only where a row's scores exceed it by SLACK, and a warp without such a row does
-nothing; after a row's first steps that is nearly all.
+An online softmax rescales its accumulators whenever a row's reference moves. In `mla_decode` that
+is 128 multiplications per thread, a quarter of its instructions, between P and the product that
+waits for it. So the reference moves only where a row's scores exceed it by SLACK, and a warp
+without such a row does nothing. After a row's first steps that is nearly every warp.
 
-A thread of a warpgroup has some columns of a row, and four threads share the row. The sum over
-steps wants no number of another thread: so they keep their own, and add them up at the end.
+A thread of a warpgroup has some columns of a row, and four threads share the row. The running sums
+need no number of another thread: each thread keeps its own, and they are added up at the end.
 """
 
 import functools
@@ -29,22 +29,22 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-# In powers of 2: P stays below 2 ** SLACK, and no bit of it is lost.
+# In powers of 2: P stays below 2 ** SLACK, and loses no bit.
 SLACK = 8.0
-PARTIAL = 8  # sums that are left of a row, two a thread
+PARTIAL = 8  # sums that are left per row, two per thread
 
 
 def reference(top: jax.Array, largest: jax.Array) -> jax.Array:
-    """The rows' next reference, of the last one and the step's largest scores, in powers of 2.
-    A NaN does not move it: it shows in P."""
+    """Returns the rows' next reference, from the last one and the step's largest scores, in powers
+    of 2. A NaN does not move it, but shows in P."""
     return jnp.where(largest > top + SLACK, largest, top)
 
 
 def partial_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Sums of every eighth column.
+    """Returns sums of every eighth column.
 
     Args:
-        x: float32 [64, N] in the layout of products; N is a power of two from 32 on.
+        x: float32 [64, N] in the layout of products; N is a power of two, at least 32.
 
     Returns:
         float32 [64, 8] in that layout.
@@ -55,7 +55,7 @@ def partial_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
     tile, shape = plgpu.Layout.WGMMA, (rows, PARTIAL)
 
     def add(_: Any, x: Any) -> Any:
-        # Tiles of 8 columns: of each a thread has the same registers.
+        # The axis of tiles of 8 columns: a thread has the same registers of each.
         [axis] = [i for i, n in enumerate(x.registers.shape) if n == columns // PARTIAL]
         pieces = [piece.flat for piece in np.split(x.registers, columns // PARTIAL, axis)]
         sums = [tree(arith.addf, list(each)) for each in zip(*pieces, strict=True)]
@@ -66,14 +66,16 @@ def partial_sums(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def rescaled(acc: jax.Array, factors: jax.Array, *, interpret: bool) -> jax.Array:
-    """acc [64, N] with its rows multiplied, by the warps that have a factor other than 1."""
+    """Returns acc [64, N] with its rows multiplied, in the warps that have a factor other than
+    1."""
     if interpret:
         return acc * lax.broadcast_in_dim(factors, acc.shape, [0])
     return _by_warps(_rescaled, acc, factors)
 
 
 def zero_empty_rows(acc: jax.Array, totals: jax.Array, *, interpret: bool) -> jax.Array:
-    """acc [64, N] with 0 in the rows whose total is negative, by the warps that have one."""
+    """Returns acc [64, N] with 0 in the rows whose total is negative, in the warps that have
+    one."""
     if interpret:
         return jnp.where(lax.broadcast_in_dim(totals, acc.shape, [0]) < 0, 0.0, acc)
     return _by_warps(_emptied, acc, totals)
@@ -105,9 +107,10 @@ def _emptied(ctx: Any, acc: Any, totals: Any) -> Any:
 
 
 def _where_any(rows: Any, predicate: Any, bound: float, acc: Any, change: Any) -> Any:
-    """change() in the warps of which a thread has a row that compares so with `bound`, else acc.
+    """Returns change() in the warps where some thread has a row that compares so with `bound`, else
+    acc.
 
-    A branch and not a select: what a warp's other threads need decides for all of them.
+    A branch and not a select: one thread's need decides for its whole warp.
     """
     each = [element(x, 0) for x in rows.registers.flat]
     found = [arith.cmpf(predicate, x, number(bound)) for x in each]

@@ -1,16 +1,17 @@
-"""The norm of a residual stream, made by the blocks of the product that reads it.
+"""An RMS-norm prologue: the CTAs of a product norm the residual stream that it reads.
 
     y = norm(x + added) @ W = factor * (((x + added) * weight) @ W)
 
-A launch of the norm alone begins and ends, and reads next to nothing meanwhile. Here each block of
-`linear_layer` first asks for its matrix. Then it makes its part of (x + added) * weight, and the
-squares of this part. The factor needs the squares of all K, so it comes last. The blocks of a
-cluster have all K between them, and read one another's squares as they do their sums.
+A separate launch for the norm has a start and an end, and reads next to nothing in between. Here
+each CTA of `linear_layer` first starts to load its matrix. Then it computes its part of
+(x + added) * weight, and the squares of this part. The factor needs the squares of all K, so it
+comes last. The CTAs of a cluster together have all K, and read one another's squares when they
+exchange their sums.
 
-The blocks of the first tile also store the sum and the normed token.
+The CTAs of the first tile also store the sum and the normed token.
 
-What is added may be the results of a token's experts, which have not been summed up. Then each
-block sums them, in the order in which `moe_combine` would.
+`added` may be the results of a token's experts before their sum. Each CTA then sums them, in the
+order of `moe_combine`.
 """
 
 import dataclasses
@@ -26,23 +27,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
-PAIR = 128  # numbers of K that a warpgroup makes at a time: two steps of the product
+PAIR = 128  # numbers of K that a warpgroup computes at a time: two steps of the product
 STEP = PAIR // 2
-TILE = 8 * STEP  # numbers of a step's tile in shared memory: rows of 8 tokens, the first is ours
-MOST_PAIRS = 4  # of a block: what is summed stays in registers
+TILE = 8 * STEP  # numbers of a step's tile in shared memory: rows of 8 tokens, ours is the first
+MOST_PAIRS = 4  # pairs of a CTA: the sums stay in registers
 CHANNEL = plgpu.Layout.WG_STRIDED((PAIR,), vec_size=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedRows:
-    """Rows whose sum is added: of each k `weights[0, k] * row`, exactly 0 where k has no row.
+    """Rows whose sum is added: for each k `weights[0, k] * row`, exactly 0 where k has no row.
 
     Attributes:
         rows: float32, panels of K's columns one below the other.
-        positions: int32, of each k its row in a panel, or -1.
+        positions: int32, the row in a panel of each k, or -1.
         weights: float32 [1, number of k].
-        first: row where the first panel begins.
-        height: rows of a panel.
+        first: The row where the first panel begins.
+        height: The rows of a panel.
     """
 
     rows: Any
@@ -53,19 +54,19 @@ class WeightedRows:
 
     @property
     def constants(self) -> "WeightedRows":
-        """Without its arrays."""
+        """The same without its arrays."""
         return dataclasses.replace(self, rows=None, positions=None, weights=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RmsNormPrologueParams:
-    """What comes before a product of one token.
+    """The operands of the norm before a product of one token.
 
     Attributes:
-        added: what is added to the stream x, [1, K], or `WeightedRows` of it.
-        weights: the weights of all norms, [N, K].
+        added: The array [1, K], or `WeightedRows`, that is added to the stream x.
+        weights: The weights of all norms, [N, K].
         affine: (a, b), for the norm `a * layer + b`.
-        gives: whether the launch also gives the normed token.
+        gives: Whether the launch also returns the normed token.
     """
 
     added: Any
@@ -76,13 +77,14 @@ class RmsNormPrologueParams:
 
     @property
     def constants(self) -> "RmsNormPrologueParams":
-        """Without its arrays: a body that holds no array is one kernel for many launches."""
+        """The same without its arrays: a body that captures no array is one kernel for many
+        launches."""
         parts = self.added.constants if isinstance(self.added, WeightedRows) else None
         return dataclasses.replace(self, added=parts, weights=None)
 
     @property
     def operands(self) -> dict[str, Any]:
-        """Of a launch, by the names of references that `RmsNormPrologue` takes."""
+        """The operands of a launch, by the names of the refs that `RmsNormPrologue` takes."""
         parts = self.added if isinstance(self.added, WeightedRows) else None
         return {
             "added_ref": self.added if parts is None else parts.rows,
@@ -93,7 +95,8 @@ class RmsNormPrologueParams:
 
 
 def refusal(tokens: int, steps: int, parts: int) -> str | None:
-    """Why blocks cannot make the norm of K numbers in so many steps and parts; None if they can."""
+    """Returns why CTAs cannot norm K numbers in `steps` steps and `parts` parts; None if they
+    can."""
     if tokens != 1:
         return f"the kernel norms one token; got {tokens}"
     if steps % (2 * parts) or steps > 2 * MOST_PAIRS * parts:
@@ -105,7 +108,8 @@ def refusal(tokens: int, steps: int, parts: int) -> str | None:
 
 
 def smem(steps: int, dtype: Any, *, interpret: bool) -> Any:
-    """The token as the product reads it, and the same bytes as the warpgroup writes them."""
+    """Returns the scratch of the token as the product reads it, and as the warpgroup writes it, in
+    the same bytes."""
     shape = (steps, 8, STEP)
     if interpret:
         return plgpu.SMEM(shape, dtype)
@@ -115,17 +119,17 @@ def smem(steps: int, dtype: Any, *, interpret: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RmsNormPrologue:
-    """The code of a block.
+    """The prologue of one CTA.
 
     Attributes:
         x_ref, added_ref: [1, K].
-        parts: what `added_ref` has in the place of [1, K], or None.
-        positions_ref, shares_ref: of parts.
-        row: of the norms' weights.
+        parts: The `WeightedRows` that `added_ref` has instead of [1, K], or None.
+        positions_ref, shares_ref: Those of `parts`.
+        row: The row of the norms' weights.
         total_ref, normed_ref: [1, K]; the second may be None.
-        x_smem: of `smem`.
-        first: the block's first number of K.
-        pairs: of its numbers.
+        x_smem: The result of `smem`.
+        first: The CTA's first number of K.
+        pairs: The pairs of steps of its numbers.
     """
 
     x_ref: Any
@@ -149,7 +153,8 @@ class RmsNormPrologue:
         return self.x_smem if self.interpret else self.x_smem[0]
 
     def make(self) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
-        """(the sums, the sums times weights, the squares by thread), with the operand written."""
+        """Writes the operand, and returns (the sums, the sums times weights, the squares by
+        thread)."""
         sums, weighted = [], []
         added = self._added()
         for pair in range(self.pairs):
@@ -165,7 +170,7 @@ class RmsNormPrologue:
         return sums, weighted, sum(rest, first)
 
     def _added(self) -> Callable[[int], jax.Array]:
-        """What is added to a pair of steps."""
+        """Returns a function that loads the addend of a pair of steps."""
         parts = self.parts
         if parts is None:
             return lambda pair: self._load(self.added_ref.at[0, self._some(pair)])
@@ -188,7 +193,7 @@ class RmsNormPrologue:
             ]
             total = full(jnp.float32(0))
             for place, share, row in zip(places, shares, rows, strict=True):
-                # A select: where there is no row, what was read may be NaN.
+                # A select, and not a product: without a row, the loaded numbers may be NaN.
                 there = full(place) >= 0
                 total += jnp.where(there, row * full(share), full(jnp.float32(0)))
             return total
@@ -200,18 +205,18 @@ class RmsNormPrologue:
             for half in (0, 1):
                 self.x_smem[2 * pair + half, 0] = x[half * STEP : (half + 1) * STEP]
             return
-        # The first row of a tile is not swizzled. Each half of the pair is to be such a row, and
-        # the other half falls where the tiles of other tokens lie, whose products nobody reads.
+        # The first row of a tile is not swizzled. Each half of the pair must be such a row. The
+        # other half then overwrites rows of other tokens, whose products nobody reads.
         for half in (0, 1):
             begin = (2 * pair + half) * TILE - half * STEP
             store(self.x_smem[1].at[pl.ds(begin, PAIR)], x, interpret=False)
 
     def factor(self, squares: jax.Array) -> jax.Array:
-        """Of the squares by thread, of all K."""
+        """Returns the norm's factor from the squares by thread, of all K."""
         return lax.rsqrt(jnp.sum(squares) * (1.0 / self.x_ref.shape[1]) + self.eps)
 
     def give(self, sums: list[jax.Array], weighted: list[jax.Array], factor: jax.Array) -> None:
-        """Stores the block's part of the sum, and of its norm."""
+        """Stores the CTA's part of the sum, and of its norm."""
         for pair, (total, each) in enumerate(zip(sums, weighted, strict=True)):
             some = self._some(pair)
             self.total_ref.at[0, some][...] = total

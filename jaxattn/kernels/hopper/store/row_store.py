@@ -1,4 +1,4 @@
-"""Stores of few numbers: a row's log-sum-exps, or the rows of a tile that somebody reads."""
+"""Stores of few numbers: a row's log-sum-exps, or those rows of a tile that somebody reads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _SAID = getattr(plgpu, "store", None)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Registers to global memory, whether they fill whole sectors or not."""
+    """Stores registers to global memory, whether they fill whole sectors or not."""
     if _SAID is None:
         ref[...] = value
     else:
@@ -36,10 +36,11 @@ def store(ref: Any, value: jax.Array) -> None:
 def store_first_rows(
     refs: Sequence[Any], values: Sequence[jax.Array], used: Any, *, interpret: bool
 ) -> None:
-    """The first `used` rows, and what others the same 16 have, of float32 products [64, N].
+    """Stores the first `used` rows, and the rest of their groups of 16, of float32 products
+    [64, N].
 
-    A warp has 16 rows, and stores nothing where none of them is used. Lanes exchange what they have
-    of two neighbouring groups of 8 columns, so that each stores 16 bytes of one.
+    A warp has 16 rows, and stores nothing if none of them is used. Lanes exchange the numbers of
+    two neighboring groups of 8 columns, so that each stores 16 bytes of one.
     """
     if interpret:
         for ref, value in zip(refs, values, strict=True):
@@ -63,7 +64,7 @@ def _store_products(ref: Any, value: Any) -> None:
     odd = arith.andi(place.t, word(1))
     is_odd = arith.cmpi(arith.CmpIPredicate.ne, odd, word(0))
     row = plus(times(place.warp, 16), place.g)
-    # Of the first group for an even lane, of the second for an odd one.
+    # A column of the first group for an even lane, of the second for an odd one.
     column = plus(times(odd, 8), times(arith.subi(place.t, odd), 2))
     at = plus(times(row, 4 * strides[0]), times(column, 4))
     groups = value.registers.reshape(-1, 2, 2)  # two groups of columns, each with rows 8 apart

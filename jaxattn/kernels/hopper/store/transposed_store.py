@@ -1,4 +1,4 @@
-"""A transposed store: the columns of a product of wgmma become rows in shared memory."""
+"""A transposed store: the columns of a wgmma product become rows in shared memory."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 
 def store_transposed(target: Any, product: jax.Array, *, interpret: bool) -> None:
-    """A product [M, N] to shared memory [N, M]."""
+    """Stores a product [M, N] to shared memory [N, M]."""
     if interpret:
         target[...] = product.T
     else:

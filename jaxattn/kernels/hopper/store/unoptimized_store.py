@@ -1,7 +1,7 @@
-"""Stores that are slower than they could be, by choice.
+"""Stores that may be slow, deliberately.
 
-From jax 0.12 on a plain store is an error where threads of a warp would meet in a bank of shared
-memory, or would write part of a sector of global memory.
+From jax 0.12 on a plain store raises an error if threads of a warp have a bank conflict in shared
+memory, or write only part of a sector of global memory.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def store(target: Any, value: jax.Array, *, interpret: bool) -> None:
-    """`target[...] = value`, whatever it costs."""
+    """Runs `target[...] = value`, whatever it costs."""
     if hasattr(plgpu, "store") and not interpret:
         plgpu.store(target, value, optimized=False)
     else:

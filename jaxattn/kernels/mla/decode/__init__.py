@@ -1,1 +1,1 @@
-"""MLA decode: entry, outputs, workspace, split-KV combine, and two mainloops."""
+"""MLA decode: launch, outputs, workspace, split-KV combine, and two mainloops."""

@@ -1,4 +1,4 @@
-"""The arguments of a call of `mla_decode`, as the op has checked them."""
+"""The arguments of a call of `mla_decode`, after the op has checked them."""
 
 import dataclasses
 from typing import Any
@@ -17,12 +17,12 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ContextParallelMerge:
-    """The buffer and the mesh axes with which GPUs merge their outputs, inside `jax.shard_map`.
+    """The buffer and the mesh axes with which GPUs merge their outputs, inside of `jax.shard_map`.
 
     Attributes:
-        mailbox: the symmetric buffer of these GPUs, with the shape `merge_buffer_shape`.
-        axes: the mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
-        heads: the number of heads of q that belong to the GPUs. The other heads are zeros, which
+        mailbox: The symmetric buffer of these GPUs, with the shape `merge_buffer_shape`.
+        axes: The mesh axes of the GPUs; for the kernel, all axes of the mesh, in its order.
+        heads: The number of heads of q that belong to the GPUs. The other heads are zeros, which
             fill a tile of the kernel. None: all heads.
     """
 
@@ -34,12 +34,12 @@ class ContextParallelMerge:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MlaDecodeCall:
-    """What a call attends with and to; `jaxattn.mla.mla_decode` documents its arguments.
+    """The arguments of one call; `jaxattn.mla.mla_decode` documents them.
 
     Attributes:
         q: [B, S, H, D], or a pair with R and P of its dims.
-        layer: int32 [1] once `stacked` has been called.
-        merge: with what several GPUs' outputs meet; its heads are the first ones of q's.
+        layer: int32 [1] after `stacked` has been called.
+        merge: The GPUs whose outputs are merged; its heads are the first ones of q's.
     """
 
     q: jax.Array | tuple[jax.Array, jax.Array]
@@ -57,13 +57,13 @@ class MlaDecodeCall:
 
     @property
     def given(self) -> tuple[int, int, int]:
-        """(B, S, H) of q, heads included that only fill a tile."""
+        """(B, S, H) of q, including heads that only fill a tile."""
         batch, q_len, heads, _ = (self.q[0] if isinstance(self.q, tuple) else self.q).shape
         return batch, q_len, heads
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(B, S, H)."""
+        """(B, S, H) without heads that only fill a tile."""
         batch, q_len, heads = self.given
         return batch, q_len, (self.merge and self.merge.heads) or heads
 
@@ -81,7 +81,7 @@ class MlaDecodeCall:
 
     @property
     def head_dim(self) -> int:
-        """D."""
+        """D, the dims of a query head."""
         return sum(x.shape[-1] for x in (self.q if isinstance(self.q, tuple) else (self.q,)))
 
     @property
@@ -103,16 +103,16 @@ class MlaDecodeCall:
 
     @property
     def rope(self) -> bool:
-        """Whether a latent has rotated dims behind its R."""
+        """Whether a latent has rotated dims after its R dims."""
         return self.head_dim > self.kv_lora_rank
 
     def joined(self) -> "MlaDecodeCall":
-        """The same call with q in one array, of its own heads alone."""
+        """Returns the same call with q in one array, without heads that only fill a tile."""
         q = jnp.concatenate(self.q, axis=-1) if isinstance(self.q, tuple) else self.q
         return dataclasses.replace(self, q=q if self.merge is None else q[:, :, : self.num_heads])
 
     def stacked(self) -> "MlaDecodeCall":
-        """The same call of a stack of layers, none of whose operands has a gradient."""
+        """Returns the same call on a stack of layers; none of its operands has a gradient."""
         q, kv_cache, kv_scale = without_gradient(
             "mla_decode",
             (self.q, self.kv_cache, self.kv_scale),
@@ -126,7 +126,7 @@ class MlaDecodeCall:
         return dataclasses.replace(self, q=q, kv_cache=kv_cache, kv_scale=kv_scale, layer=layer)
 
     def inputs(self) -> dict[str, Any]:
-        """Of a launch, all but the queries, when there are layers and a schedule."""
+        """The inputs of a launch except the queries, once the call has layers and a schedule."""
         assert self.schedule is not None
         return {
             "kv_ref": self.kv_cache,

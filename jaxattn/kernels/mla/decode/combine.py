@@ -1,7 +1,7 @@
-"""Merges the partial results of the rows that `mla_decode` split, in their rows of the output.
+"""The split-KV combine of `mla_decode`: merges partial results into the rows of the output.
 
-A block for some packed rows of a request. A request that lies in one part was written whole by
-`mla_decode`, and its blocks leave at once.
+Each CTA merges some packed rows of one request. `mla_decode` has already written a request that
+lies in one part as a whole, and the CTAs of such a request exit at once.
 """
 
 import dataclasses
@@ -22,25 +22,26 @@ from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
-AHEAD = 8  # partial results that are read at a time, of a row
-# Most rows that are cut have two. Where there are no more than FEW of them, four rows are merged
-# side by side and share AHEAD; of more, two rows, each with as many.
+AHEAD = 8  # partial results of a row that are read at a time
+# Most split rows have two partial results. With at most FEW of them, a CTA merges four rows
+# concurrently, which share AHEAD; with more, two rows, each with AHEAD of its own.
 FEW, FEW_BESIDE, MANY_BESIDE = 8, 4, 2
-# Blocks without work cost more the more there are, and those with work more the longer they are.
+# CTAs without work cost more the more there are; CTAs with work cost more the longer they are.
 BLOCKS, LONGEST = 512, 16
-# So few rows have many partial results, and several warpgroups each. A multiprocessor's registers
-# have room for one block of SHARERS; where that would take turns, a row has FEWER_SHARERS.
+# With at most SHARED_ROWS rows, each has many partial results, and several warpgroups share it. A
+# multiprocessor's registers have room for one CTA of SHARERS warpgroups; where such CTAs would need
+# several waves, a row has FEWER_SHARERS.
 SHARED_ROWS, SHARERS, FEWER_SHARERS = 256, 4, 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitRows:
-    """What a launch wrote, where rows may be cut.
+    """The results of a launch in which rows may be split.
 
     Attributes:
-        refs: the output's rows [.., 512], and the partial results' float32 [.., 512].
-        first_rows: where in each the op's own rows begin.
-        lse: float32 [B, rows], of the rows that were not cut.
+        refs: The output rows [.., 512] and the float32 partial results [.., 512].
+        first_rows: Where in each of the refs the op's own rows begin.
+        lse: float32 [B, rows], the LSE of the rows that were not split.
         partial_lse: float32 [2 * parts, rows], natural logarithm.
     """
 
@@ -50,8 +51,8 @@ class SplitRows:
     partial_lse: jax.Array
 
     def slots(self, call: MlaDecodeCall) -> dict[str, Any]:
-        """Of a launch that merges them: where each row's are, and which rows the schedule knows
-        other lengths of. They stay as they are."""
+        """The inputs that tell the combine launch where each row's partial results are, and which
+        rows the schedule knows with another length. The combine leaves the latter as they are."""
         assert call.schedule is not None
         return {
             "partial_lse": self.partial_lse,
@@ -73,9 +74,10 @@ def combine(
     """Writes the merged rows to the output and returns their LSE.
 
     Args:
-        sinks: float32 [rows], a logit of each packed row that has no value.
-        sharers: warpgroups that share the partial results of a row; None: four or two where rows
-            are few and cut in more than one warpgroup reads at a time, but in the interpreter one.
+        sinks: float32 [rows], a logit without a value for each packed row.
+        sharers: Warpgroups that share the partial results of a row. None: four or two if there are
+            few rows with more pieces than one warpgroup reads at a time, otherwise one; in the
+            interpreter always one.
     """
     batch, rows = split.lse.shape
     used = -(-call.q_len * call.num_heads // 8) * 8
@@ -83,7 +85,7 @@ def combine(
         sharers = 1 if interpret else _sharers(batch, used, len(split.partial_lse) // 2)
     chunk = _rows_of_a_block(batch, used) if sharers == 1 else 1
     out_ref, partial_ref = split.refs
-    first_rows = split.first_rows  # the body holds no array, so that launches share its trace
+    first_rows = split.first_rows  # the body captures no array, so that launches share its trace
     lse_ref = jax.new_ref(split.lse)
     shared = {
         "sums": plgpu.SMEM((sharers, RANK), jnp.float32),
@@ -112,14 +114,15 @@ def combine(
 
 
 def _sharers(batch: int, used: int, parts: int) -> int:
-    if parts <= AHEAD * batch or batch * used > SHARED_ROWS:  # pieces of a row, on average
+    if parts <= AHEAD * batch or batch * used > SHARED_ROWS:  # average pieces of a row
         return 1
     return SHARERS if batch * used <= NUM_SMS else FEWER_SHARERS
 
 
 def _rows_of_a_block(batch: int, used: int) -> int:
-    """Where one warpgroup has a row. Several do one row and leave: none waits for the others to
-    have read its sum, which that of a second row would overwrite."""
+    """The rows per CTA if one warpgroup merges a row. With several warpgroups a CTA merges one row
+    and exits: none waits for the others to have read its sum, which a second row would overwrite.
+    """
     chunk = 1
     while chunk < LONGEST and used % (2 * chunk) == 0 and batch * used // (2 * chunk) >= BLOCKS:
         chunk *= 2
@@ -135,12 +138,13 @@ def full_of(value: Any, dims: int = RANK) -> jax.Array:
 
 
 def weight_of(lse: jax.Array, top: jax.Array) -> jax.Array:
-    """exp(lse - top), 0 where nothing was seen."""
+    """Returns exp(lse - top), or 0 where no key was seen."""
     return jnp.exp2((lse - jnp.where(top == -jnp.inf, 0.0, top)) * LOG2E)
 
 
 def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> Any:
-    """A sum of weights and of weighted pieces, relative to the greatest LSE so far."""
+    """Adds pieces to the sums of weights and of weighted pieces, relative to the greatest LSE so
+    far."""
     top, total, out = state
     new_top, dims = functools.reduce(jnp.maximum, lses, top), len(out)
     rescale = weight_of(top, new_top)
@@ -154,11 +158,11 @@ def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> An
 
 @dataclasses.dataclass(frozen=True)
 class CombineReduction:
-    """`count` warpgroups that share a row's partial results, and show each other what they have.
+    """The exchange between the `count` warpgroups that share a row's partial results.
 
     Attributes:
         sums: float32 [count, dims]; tops, totals: float32 [count].
-        there: barrier of all.
+        there: The barrier at which all of them arrive.
     """
 
     count: int
@@ -168,7 +172,7 @@ class CombineReduction:
     there: Any
 
     def gathered(self, wg: jax.Array, state: Any) -> Any:
-        """Of all warpgroups, for the first."""
+        """Returns the merged state of all warpgroups, for the first one."""
         self.tops[wg], self.totals[wg] = state[:2]
         self.sums.at[wg][...] = state[2]
         plgpu.barrier_arrive(self.there)
@@ -182,7 +186,7 @@ class CombineReduction:
 
 
 class MlaCombineCta:
-    """`chunk` packed rows of a request."""
+    """A CTA that merges `chunk` packed rows of a request."""
 
     def __init__(
         self,
@@ -227,13 +231,13 @@ class MlaCombineCta:
                 self._write(at, *together)
 
     def _read(self, packed: Any, places: list[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """(LSEs, pieces) of a row's partial results."""
+        """Returns the (LSEs, pieces) of a row's partial results."""
         at = [self.partial.at[self.first_rows[1] + slot * self.rows + packed] for slot in places]
         lses = [self.partial_lse[slot, packed] for slot in places]
         return lses, [plgpu.load(piece, layout=_layout_of(RANK)) for piece in at]
 
     def _merged(self, packed: list[Any], ahead: int) -> list[Any]:
-        """What a warpgroup has of the rows' partial results: all, or every so many."""
+        """Returns a warpgroup's share of the merged rows: all pieces, or every n-th."""
         sharers, number = 1 if self.sharers is None else self.sharers.count, self.number
 
         def add(j, states):

@@ -1,17 +1,18 @@
-"""Merges the partial results of few rows over several GPUs, in one launch over peer memory.
+"""Combines the partial results of few rows over several GPUs, in one launch over peer memory.
 
-Each GPU has attended with all heads to its own pages of a row, and owns some of the heads. A block
-merges what its GPU has of half a head's output, and sends it with its log-sum-exp to the GPU that
-owns the head. There the block of that half head waits for all GPUs' pieces and writes their merged
-output. So a layer has one launch where merging, packing, sending and merging again are seven.
+Each GPU has attended with all heads to its own pages of a row, and owns some of the heads. A CTA
+merges its GPU's partial results of half a head's output, and sends them with their log-sum-exp to
+the GPU that owns the head. There the CTA of the same half head waits for the pieces of all GPUs and
+writes the merged output. A layer thus takes one launch instead of seven for merging, packing,
+sending and merging again.
 
-`kernels/collectives/peer_transfer.py` has the inboxes and why nothing is lost in them. A GPU
-sends a head's halves to one GPU each, so each block has a count of its own. Each launch receives
-from all GPUs, as every GPU owns heads: so nobody writes over what has not been read. Blocks that
-wait for one place are neighbours, and all blocks before them send first.
+`kernels/collectives/peer_transfer.py` describes the inboxes and why they lose nothing. A GPU sends
+each half of a head to one GPU only, so each CTA has a counter of its own. Every GPU owns heads, so
+each launch receives from all GPUs, and no GPU overwrites data that has not been read. CTAs that
+wait for one place are neighbors, and all CTAs before them send first.
 
 Limits: heads that divide over 2 to 8 GPUs, which are all of the mesh, in one process; rows that may
-be cut. Reference: `jaxattn.mla.mla_decode` (implementation="xla") with `met`; tests:
+be split. Reference: `jaxattn.mla.mla_decode_context_parallel` (implementation="xla"); tests:
 tests/parallel/test_gpus_context_parallel_decode.py.
 """
 
@@ -41,22 +42,22 @@ from jaxattn.kernels.mla.decode.combine import (
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 HALVES = RANK // peers.STATE_DIMS
-SHARERS = 4  # warpgroups that share a block's partial results
-AHEAD = 17  # that each reads at a time: two turns for those of 132 blocks
+SHARERS = 4  # warpgroups that share the partial results of a CTA
+AHEAD = 17  # partial results that each reads at a time: two turns for those of 132 CTAs
 LAYOUT = peers.STATE
 
 
 def mailbox_shape(rows: int, heads: int) -> tuple[int, int]:
-    """(tokens, features) of the mailbox for so many rows of all GPUs' heads."""
+    """The (tokens, features) of the mailbox for `rows` rows of the heads of all GPUs."""
     return rows * heads * HALVES, peers.NUMBERS * peers.STATE_DIMS
 
 
 def distributed_combine(
     call: MlaDecodeCall, split: SplitRows, merge: ContextParallelMerge
 ) -> tuple[jax.Array, SymmetricBuffer]:
-    """(out [B, heads / N, 512] of this GPU's heads, the mailbox).
+    """Returns (out [B, heads / N, 512] of this GPU's heads, the mailbox).
 
-    Of the call's heads, the first packed rows, GPU n owns the n-th part.
+    The call's heads are its first packed rows, and GPU n owns the n-th part of them.
     """
     op, box, heads = "mla_decode", merge.mailbox, call.num_heads
     inbox, lse = box.inbox, split.lse
@@ -71,7 +72,7 @@ def distributed_combine(
         )
     own = heads // gpus
     out_ref, partial_ref = split.refs
-    first_rows = split.first_rows  # the body holds no array, so that launches share its trace
+    first_rows = split.first_rows  # the body captures no array, so that launches share its trace
     if out_ref.dtype != jnp.bfloat16:
         raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
@@ -82,7 +83,7 @@ def distributed_combine(
         call = peers.PeerTransfer(
             inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu
         )
-        to, known = call.address(gpu), call.address(call.own)  # there when the state is
+        to, known = call.address(gpu), call.address(call.own)  # there by the time of the state
         sharers = CombineReduction(SHARERS, sums, tops, totals, there)
         block = DistributedCombineCta(first_rows, rows, sharers, **given)
         out, lse = block.state(row, gpu * own + head, half)
@@ -120,7 +121,7 @@ def distributed_combine(
 
 
 def exchange_smem() -> dict[str, Any]:
-    """What a block's warpgroups show each other."""
+    """The shared memory through which the warpgroups of a CTA exchange their sums."""
     return {
         "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
         "tops": plgpu.SMEM((SHARERS,), jnp.float32),
@@ -130,7 +131,7 @@ def exchange_smem() -> dict[str, Any]:
 
 
 class DistributedCombineCta:
-    """Half a head of a row."""
+    """A CTA that combines half a head of a row."""
 
     def __init__(
         self,
@@ -152,13 +153,13 @@ class DistributedCombineCta:
         self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
 
     def state(self, row: Any, head: Any, half: Any) -> tuple[jax.Array, jax.Array]:
-        """What this GPU has of it: output and log-sum-exp."""
+        """This GPU's output and log-sum-exp of the half head."""
         slots = [self.slots[i, row] for i in range(3)]
         number = slots[1]
         if self.made_of is not None:
             number = jnp.where(self.lens[row] == self.made_of[row], number, 0)
         dims = pl.ds(half * peers.STATE_DIMS, peers.STATE_DIMS)
-        # Of a row that was not cut: it is there as a whole.
+        # A row that was not split is already whole.
         at = self.first_rows[0] + row * self.rows + head
         whole = plgpu.load(self.alone.at[at, dims], layout=LAYOUT, optimized=False)
         whole_lse = self.lse[row, head]
@@ -190,7 +191,7 @@ class DistributedCombineCta:
         return jnp.where(_full(cut), out, whole.astype(jnp.float32)), jnp.where(cut, lse, whole_lse)
 
     def write(self, row: Any, head: Any, half: Any, states: list[tuple[Any, Any]]) -> None:
-        """The output that all GPUs' pieces make."""
+        """Writes the output that the pieces of all GPUs make."""
         top = functools.reduce(jnp.maximum, [lse for _, lse in states])
         weights = [weight_of(lse, top) for _, lse in states]
         total = functools.reduce(jnp.add, weights)

@@ -1,22 +1,23 @@
-"""FP8 tokens, in shared memory as they are stored, as the left operands of wgmma in registers.
+"""FP8 tokens, in shared memory as they are stored, as left operands of wgmma in registers.
 
-Widened numbers never go through shared memory, which has time for little else. They are what is
-stored, in float16, which one conversion makes of two of them; scales meet other numbers:
-`plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`, both once `turn_scales`
-has put a page's scales side by side. Queries become float16, a power of two apart, by
-`halve_queries`.
+Widened numbers never go through shared memory, whose bandwidth is nearly used up. One conversion
+turns two stored numbers into float16, without their scales. The scales multiply other numbers:
+`plus_scaled` multiplies scores, and P is multiplied by `scales_of_keys`. Both need `turn_scales`
+first, which puts a page's scales side by side. `halve_queries` converts queries to float16, scaled
+by a power of two.
 
-A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`: block-scaled ones as in the cache,
-656 bytes a token, so that the same 16 bytes of eight tokens lie in banks of their own; others 128
-bytes of each token a tile, chunks swizzled. A thread reads its numbers so that what lies together
-in memory lies together in its registers, which puts them in an order of their own, warp w, lane
-4 g + t, rows g + 8 h of a warp's 16:
+A page's 64 tokens lie there in one of two ways, `Fp8PageLayout`. Block-scaled tokens lie as in the
+cache, 656 bytes each, so that the same 16 bytes of eight tokens lie in different banks. Other
+caches have tiles of 128 bytes of each token, with swizzled chunks. A thread keeps numbers that are
+adjacent in memory in adjacent registers, which permutes them. For warp w, lane 4 g + t, and rows
+g + 8 h of a warp's 16:
 
     keys    token 16 w + g + 8 h; column 16 s + 8 k + 2 t + i of a block is dim 32 t + 4 s + 2 k + i
     values  row 64 j + 16 w + 8 h + g of a block is its dim 32 w + 4 g + 2 j + h; tokens as they
             come
 
-so the queries come in the order of `order_queries`, and `store_output` puts the dims back.
+The queries therefore come in the order of `order_queries`, and `store_output` restores the order of
+the dims.
 """
 
 import dataclasses
@@ -58,25 +59,25 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 
 TILE = PAGE * BLOCK  # bytes
 ROW_BYTES = RANK + SCALE_BYTES + 2 * ROPE  # of a block-scaled token
-# Bytes 0 and 1 of two words, taken in turns, or bytes 2 and 3.
+# Selectors of `prmt`: bytes 0 and 1 of two words, interleaved, or bytes 2 and 3.
 LOW_BYTES, HIGH_BYTES = 0x5140, 0x7362
-# In bytes, where the first row of the scores ends: its margin has each warp's largest scale.
+# Byte offset at which the first row of the scores ends: its margin holds each warp's largest scale.
 LARGEST = 4 * PAGE
 # Float16 keeps a query's numbers down to 2**-33 of the largest of the 512; rope numbers may be 64
-# times as large before they decide.
+# times as large before they determine the exponent.
 QUERY_EXPONENT, ROPE_EXCESS = 8, 6
 FLOAT_BIAS = 127
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8PageLayout:
-    """Where a page's bytes are, counted from its first one.
+    """The addresses of a page's bytes, counted from its first one.
 
     Attributes:
-        pitch: from a token to the next.
-        block: from a token's block of 128 numbers to the next.
-        rope: a token's first rope number.
-        swizzled: whether chunk c of token i is at c ^ (i % 8).
+        pitch: Bytes from a token to the next.
+        block: Bytes from a token's block of 128 numbers to the next block.
+        rope: Offset of a token's first rope number.
+        swizzled: Whether chunk c of token i is at c ^ (i % 8).
     """
 
     pitch: int
@@ -88,12 +89,12 @@ class Fp8PageLayout:
     def of(cls, dtype: Any) -> "Fp8PageLayout":
         if dtype == BYTES:
             return cls(ROW_BYTES, BLOCK, RANK + SCALE_BYTES, False)
-        # The 64 rope numbers come in a tile with the 64 before them.
+        # The 64 rope numbers come in a tile together with the 64 numbers before them.
         return cls(BLOCK, TILE, BLOCKS * TILE + BLOCK - ROPE, True)
 
 
 def order_queries(q: jax.Array) -> jax.Array:
-    """Queries [..., 576] with their columns in the order of the keys'."""
+    """Returns queries [..., 576] with their columns in the order of the keys' columns."""
     blocks = q[..., :RANK].reshape(*q.shape[:-1], BLOCKS, 4, 8, 2, 2)
     rope = q[..., RANK:].reshape(*q.shape[:-1], 4, 4, 2, 2)
     blocks = jnp.moveaxis(blocks, -4, -2).reshape(*q.shape[:-1], RANK)
@@ -102,7 +103,7 @@ def order_queries(q: jax.Array) -> jax.Array:
 
 
 def _wide(four: Any, half: int) -> Any:
-    """Two e4m3 numbers, the lower or upper half of a word, as float16."""
+    """Returns two e4m3 numbers, the lower or upper half of a word, as float16."""
     code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
     return asm_word(code + f"x{half}; }}", four, movable=True)
 
@@ -112,13 +113,13 @@ def _turns(first: Any, second: Any, which: int) -> Any:
 
 
 def _fragment(words: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
-    """Words of two numbers each as an array."""
+    """Returns an array from words of two numbers each."""
     pair = ir.VectorType.get((2,), dtype)
     return fragmented([vector.bitcast(pair, joined([x])) for x in words], shape, mgpu.WGMMA_LAYOUT)
 
 
 def _wide_keys(words: list[list[Any]]) -> list[Any]:
-    """Of two tokens' words, in the order of a fragment's registers."""
+    """Widens two tokens' words, in the order of a fragment's registers."""
     return [
         _wide(words[row][step], half)
         for step in range(len(words[0]))
@@ -130,8 +131,8 @@ def _wide_keys(words: list[list[Any]]) -> list[Any]:
 def _chunks(
     page: Any, lines: Fp8PageLayout, place: WarpgroupThread, row: int, of_thread: Any, first: int
 ) -> list[Any]:
-    """The words of a 16-byte chunk of the thread's token g + 8 * row, counted from the token's byte
-    `first`, where a block or the rope numbers begin."""
+    """Loads the words of a 16-byte chunk of the thread's token g + 8 * row. The offset counts from
+    the token's byte `first`, where a block or the rope numbers begin."""
     token = plus(times(place.warp, 16), place.g)
     first_chunk = first % BLOCK // 16 if lines.swizzled else 0
     chunk = plus(of_thread, word(first_chunk)) if first_chunk else of_thread
@@ -165,26 +166,27 @@ def _rope(page: Any, lines: Fp8PageLayout, scaled: bool) -> Any:
 
 
 def _turned(warp: Any, block: Any, four: Any) -> Any:
-    """Bytes from a warp's first scale to those of four of its tokens for a block, once turned: in
-    the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes each, eight are
-    served at a time; theirs are two neighbouring warps' for a block, in banks of their own."""
+    """The byte offset from a warp's first scale to those of four of its tokens for a block, after
+    `_turn_scales`: in the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes
+    each, the hardware serves eight at a time. These eight are two neighboring warps' reads of one
+    block, in different banks."""
     return times(plus(times(arith.xori(block, warp), 4), four), ROW_BYTES)
 
 
 def _sync_warp() -> None:
-    """What a warp's lanes have written before is there for all of them."""
+    """Makes what a warp's lanes have written visible to all of them."""
     asm("bar.warp.sync 0xffffffff;", [], [], "~{memory}")
 
 
 def _turn_scales(page: Any, scores: Any) -> None:
-    """A warp turns those of its 16 tokens, which are also those that it may have cleared: a thread
-    has block t's of tokens g and g + 8."""
+    """Transposes the scales of a warp's 16 tokens, which are also those that the warp may have
+    cleared. A thread has the scales of block t of tokens g and g + 8."""
     place = WarpgroupThread()
     tokens = times(place.warp, 16 * ROW_BYTES)
     mine = plus(tokens, times(place.g, ROW_BYTES), times(place.t, 4))
     _sync_warp()
     words = [load(page, mine, RANK + 8 * row * ROW_BYTES, 1)[0] for row in range(2)]
-    _sync_warp()  # all of them have been read
+    _sync_warp()  # all lanes have read their scales
     to = plus(tokens, _turned(place.warp, place.t, arith.shrui(place.g, word(2))))
     to = plus(to, times(arith.andi(place.g, word(3)), 4))
     for row, x in enumerate(words):
@@ -213,7 +215,7 @@ def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
 
 
 def _scales_of_keys(page: Any, scores: Any, tokens: Any, largest: Any) -> Any:
-    """A thread has the same four tokens of each row, 4 `four` and on of the 16 of `warp`."""
+    """A thread has the same four tokens in each row: 4 `four` and on of the 16 of `warp`."""
     first = element(tokens.registers.flat[0], 0)
     warp, four = arith.shrui(first, word(4)), arith.andi(arith.shrui(first, word(2)), word(3))
     of_blocks = []
@@ -231,7 +233,7 @@ def _scales_of_keys(page: Any, scores: Any, tokens: Any, largest: Any) -> Any:
 
 
 def _values(page: Any, lines: Fp8PageLayout, block: int) -> Any:
-    """[128, 64]"""
+    """The values [128, 64] of a block, as words."""
     place = WarpgroupThread()
     chunk = plus(times(place.warp, 2), arith.shrui(place.g, word(2)))
     inside = times(arith.andi(place.g, word(3)), 4)
@@ -256,13 +258,14 @@ def _values(page: Any, lines: Fp8PageLayout, block: int) -> Any:
 
 
 def _clear(page: Any, lines: Fp8PageLayout, left: Any) -> None:
-    """Zeros in place of the tokens behind the first `left`, every other chunk a thread, and 16
-    tokens a warp: those that it reads as keys and turns the scales of."""
+    """Writes zeros over the tokens after the first `left`. A thread clears every other chunk, and a
+    warp 16 tokens: those that it reads as keys and whose scales it transposes."""
     index = WarpgroupThread().index
     token, half = arith.shrui(index, word(1)), arith.andi(index, word(1))
     here = plus(times(token, lines.pitch), times(half, 16))
     zeros = joined([word(0)] * 4)
-    # With a block-scaled token's last block its scales, and so a chunk of its rope numbers.
+    # The last block of a block-scaled token includes its scales, and so a chunk of its rope
+    # numbers.
     last = 0 if lines.swizzled else 2 * SCALE_BYTES
     with utils.when(arith.cmpi(arith.CmpIPredicate.sge, token, left)):
         for block in range(BLOCKS):
@@ -283,10 +286,10 @@ def _store(target: Any, out: Any, block: int, columns: int, pitch: int) -> None:
 
 
 class MlaFp8Operands:
-    """A page's operands.
+    """The wgmma operands of a page.
 
     Args:
-        dtype: of the cache, float8_e4m3fn or uint8 (block-scaled).
+        dtype: The dtype of the cache, float8_e4m3fn or uint8 (block-scaled).
     """
 
     def __init__(self, dtype: Any):
@@ -300,19 +303,21 @@ class MlaFp8Operands:
         return plgpu.inline_mgpu(arg_types=types, return_type=out)(function)(*args)
 
     def keys(self, page: Any, block: int) -> jax.Array:
-        """float16 [64 tokens, 128] of a block."""
+        """float16 [64 tokens, 128], the keys of a block."""
         run = lambda ctx, x: _keys(x, self.lines, block)  # noqa: E731
         return self._run(run, (self.page,), (PAGE, BLOCK), page)
 
     def rope(self, page: Any) -> jax.Array:
-        """[64 tokens, 64], float16, or bfloat16 as block-scaled caches have it."""
+        """The rope numbers [64 tokens, 64]: float16, or bfloat16 as block-scaled caches store
+        them."""
         dtype = jnp.bfloat16 if self.scaled else jnp.float16
         out = plgpu.ShapeDtypeStruct((PAGE, ROPE), dtype, plgpu.Layout.WGMMA)
         run = plgpu.inline_mgpu(arg_types=(self.page,), return_type=out)
         return run(lambda ctx, x: _rope(x, self.lines, self.scaled))(page)
 
     def halve_queries(self, queries: Any, rope: Any, factors: Any, wg: jax.Array) -> None:
-        """`half_queries` of bfloat16 [N, 512] and [N, 64], in their place: this warpgroup's half.
+        """Applies `half_queries` to bfloat16 [N, 512] and [N, 64] in place, for this warpgroup's
+        half.
 
         Args:
             factors: float32 [N], to be written.
@@ -328,17 +333,18 @@ class MlaFp8Operands:
         plgpu.inline_mgpu(arg_types=types)(run)(queries, rope, factors, wg)
 
     def values(self, page: Any, block: int) -> jax.Array:
-        """float16 [128, 64 tokens] of a block."""
+        """float16 [128, 64 tokens], the values of a block."""
         run = lambda ctx, x: _values(x, self.lines, block)  # noqa: E731
         return self._run(run, (self.page,), (BLOCK, PAGE), page)
 
     def plus_scaled(
         self, scores: jax.Array, product: jax.Array, page: Any, block: int
     ) -> jax.Array:
-        """`scores` + a block's product [64 tokens, N] times its scale of each token.
+        """Returns `scores` + a block's product [64 tokens, N] times the block's scale of each
+        token.
 
         Args:
-            page: as `turn_scales` has left it.
+            page: The page after `turn_scales`.
         """
         layout = plgpu.Layout.WGMMA
         out = plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout)
@@ -346,15 +352,16 @@ class MlaFp8Operands:
         return run(lambda ctx, x, y, s: _plus_scaled(x, y, s, block))(scores, product, page)
 
     def turn_scales(self, page: Any, scores: Any) -> None:
-        """Once a page, after `clear`: its scales of each block side by side, where scales lie.
+        """Puts a page's scales of each block side by side, in place; once a page, after `clear`.
 
-        `plus_scaled` reads those of the warp's own tokens. `scales_of_keys` reads all: the four
-        warps have to meet before it, and after it before the next page's scales are turned.
+        `plus_scaled` reads the scales of the warp's own tokens. `scales_of_keys` reads all: the
+        four warps must synchronize before it, and after it before the next page's scales are
+        turned.
 
         Args:
             page: uint8 [64, 656].
-            scores: float32 [N, 64 and a margin of 4]. To the margin of the first row goes the
-                largest scale of each warp's 16 tokens, NaN only if all are.
+            scores: float32 [N, 64 and a margin of 4]. The margin of the first row receives the
+                largest scale of each warp's 16 tokens, NaN only if all are NaN.
         """
         run = lambda ctx, *args: _turn_scales(*args)  # noqa: E731
         plgpu.inline_mgpu(arg_types=(self.page, self.plain))(run)(page, scores)
@@ -362,13 +369,13 @@ class MlaFp8Operands:
     def scales_of_keys(
         self, page: Any, scores: Any, tokens: jax.Array, unit: jax.Array, layout: Any
     ) -> Any:
-        """Of each block the tokens' scales [N, 64], and the largest of all [N].
+        """Returns, for each block, the tokens' scales [N, 64], and the largest scale of all [N].
 
         Args:
-            page, scores: as `turn_scales` has left them.
-            tokens: of each score, int32 [N, 64].
-            unit: any numbers [N].
-            layout: of `tokens`: a thread has four neighbours, the same of each row.
+            page, scores: As `turn_scales` has left them.
+            tokens: int32 [N, 64], the token of each score.
+            unit: Any numbers [N].
+            layout: The layout of `tokens`: a thread has four neighbors, the same in each row.
         """
         by_row = layout.reduce(1)
         wide = plgpu.ShapeDtypeStruct(tokens.shape, jnp.float32, layout)
@@ -382,7 +389,7 @@ class MlaFp8Operands:
         return found, most
 
     def clear(self, page: Any, left: jax.Array) -> None:
-        """Zeros in place of what follows the first `left` tokens, rope numbers apart."""
+        """Writes zeros over the tokens after the first `left`, except their rope numbers."""
 
         def run(ctx: Any, left: Any, page: Any) -> None:
             _clear(page, self.lines, single(left))
@@ -391,7 +398,7 @@ class MlaFp8Operands:
 
 
 def _row_exponent(words: list[Any]) -> Any:
-    """Biased, of the largest of a warp's bfloat16 numbers."""
+    """The biased exponent of the largest of a warp's bfloat16 numbers."""
     most = word(0)
     for pair in words:
         for x in (pair, arith.shli(pair, word(16))):
@@ -404,7 +411,7 @@ def _power(biased: Any) -> Any:
 
 
 def _narrowed(pair: Any, by: Any, kind: str) -> Any:
-    """Two bfloat16 numbers times a float32 one, as two of another kind."""
+    """Returns two bfloat16 numbers times a float32 number, as two of another type."""
     both = (arith.shli(pair, word(16)), arith.andi(pair, word(0xFFFF0000)))
     low, high = (arith.mulf(arith.bitcast(f32(), x), by) for x in both)
     code = f"cvt.rn.{kind}x2.f32 $0, $2, $1;"
@@ -414,10 +421,11 @@ def _narrowed(pair: Any, by: Any, kind: str) -> Any:
 def _half_queries(
     queries: Any, rope: Any, factors: Any, wg: Any, columns: int, scaled: bool
 ) -> None:
-    """A row a warp, half of the rows a warpgroup; 16-byte chunks may lie in any order in a row."""
+    """Scales queries, a row per warp and half of the rows per warpgroup; 16-byte chunks may lie in
+    any order in a row."""
     thread = WarpgroupThread()
     warp, lane = thread.warp, arith.andi(thread.index, word(31))
-    # Tiles of 8 rows of 128 bytes: four lanes have a row of one, and there are eight of them.
+    # Tiles have 8 rows of 128 bytes: four lanes have a row of one tile, and there are eight tiles.
     tile = arith.shrui(lane, word(2))
     inside = times(arith.andi(lane, word(3)), 32)
     for i in range(columns // 8):
@@ -447,10 +455,11 @@ def _half_queries(
 
 
 def unknown_zero() -> jax.Array:
-    """0, int32, anew at each call for the compiler, in a register that all of a warp share.
+    """Returns 0 (int32), which the compiler does not know, in a register that all lanes of a warp
+    share; each call returns a new one.
 
-    Descriptors of what lies at such an index are found when they are wanted. Were the index known,
-    they would be kept in registers, 36 of the queries' tiles alone.
+    The compiler then computes the descriptors of data at this index where they are needed. With a
+    known index it would keep them in registers, 36 for the tiles of the queries.
     """
     splat = plgpu.Layout.WG_SPLAT
 
@@ -463,7 +472,8 @@ def unknown_zero() -> jax.Array:
 
 
 def store_output(target: Any, out: jax.Array, block: int) -> None:
-    """A block of the output [128, N], ordered as `values`, to its dims of `target` [N, > 512]."""
+    """Writes a block of the output [128, N], ordered as `values`, to its dims of `target`
+    [N, > 512]."""
     columns, pitch = out.shape[1], target.shape[-1]
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))(
         lambda ctx, to, some: _store(to, some, block, columns, pitch)

@@ -1,12 +1,12 @@
 """MLA decode over a paged latent cache: softmax(q K^T) K[:, :kv_lora_rank], K read once.
 
-A block for each (part of the schedule, tile of 64 packed rows of S tokens x H heads), as many as
-the GPU runs at a time; a block goes through the pieces of rows that its part holds. What it does is
-in warp_specialized/kernel.py; attention/split_kv_schedule.py makes the parts, and combine.py merges
-the rows that were cut.
+The grid has one CTA for each (part of the schedule, tile of 64 packed rows of S tokens x H heads),
+as many CTAs as run at a time. A CTA processes the pieces of rows that its part holds.
+warp_specialized/kernel.py describes its body, attention/split_kv_schedule.py makes the parts, and
+combine.py merges the rows that were split.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, bfloat16 or float16,
-any H and S; few packed rows, and FP8 caches of up to 32, are handed to swap_ab/launch.py.
+any H and S. Few packed rows, and FP8 caches with up to 32, go to swap_ab/launch.py.
 Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla/decode/test_warp_specialized.py.
 """
@@ -41,26 +41,28 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 
 
 def takes_split_queries(num_heads: int) -> bool:
-    """Whether the kernel takes the queries' two parts as they are: its tiles have whole heads."""
+    """Whether the kernel takes the two parts of the queries separately: its tiles then have whole
+    heads."""
     return num_heads % TILE == 0
 
 
 def uses_swap_ab(q_len: int, num_heads: int, kv_cache: Any) -> bool:
-    """Whether the kernel with heads as columns is the one: for few packed rows, and of an FP8 cache
-    for as many as are one block's."""
+    """Whether the swap-AB kernel, with heads as columns, serves the call: few packed rows, or an
+    FP8 cache with as many as fit one CTA."""
     format = LatentFormat(kv_cache.dtype)
     if format.quantized:
-        # Columns take a block-scaled page as one piece of memory, rows as boxes of a tensor.
+        # The swap-AB kernel copies a block-scaled page as one piece of memory, this kernel as boxes
+        # of a tensor.
         return q_len * num_heads <= MOST_COLUMNS and (plain_copies() or not format.block_scaled)
     return few_rows(q_len, num_heads)
 
 
 def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `Refusal`, with the reason, where no kernel serves these shapes.
+    """Raises `Refusal`, with the reason, if no kernel serves these shapes.
 
     Args:
         q: [B, S, H, D], an array or its shape.
-        kv_cache: [..., N, C, Ds], likewise.
+        kv_cache: [..., N, C, Ds], an array or its shape.
     """
     _, q_len, heads, _ = q.shape
     if uses_swap_ab(q_len, heads, kv_cache):
@@ -70,7 +72,8 @@ def refuse(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 
 
 def refuse_assembler(kv_cache: Any) -> None:
-    """Raises `Refusal` where columns are named, and the assembler cannot copy the cache's pages."""
+    """Raises `Refusal` if `columns` was requested and the assembler cannot copy the cache's
+    pages."""
     if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
         raise Refusal(
             "mla_decode: columns=True with a block-scaled cache needs ptxas of CUDA 13, which "
@@ -102,19 +105,19 @@ def mla_decode_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`jaxattn.mla.mla_decode` on a Hopper GPU; what comes back: `MlaDecodeOutputs.finish`.
+    """`jaxattn.mla.mla_decode` on a Hopper GPU; returns the result of `MlaDecodeOutputs.finish`.
 
-    `columns` takes the kernel whose products have heads as columns, for queries in one array: None
-    takes it for so few packed rows that it is the faster, by a twentieth to a sixth, and for up to
-    32 of an FP8 cache.
-    `output_by_tma` (see warp_specialized/smem.py) is the faster by up to 8 us where most rows are
-    whole, and by 3 us the slower where they are cut; None chooses by B.
+    `columns` selects the swap-AB kernel, whose products have heads as columns, for queries in one
+    array. None selects it for up to 32 packed rows of an FP8 cache, and for so few packed rows that
+    it is faster, by a twentieth to a sixth.
+    `output_by_tma` (see warp_specialized/smem.py) is faster by up to 8 us where most rows are
+    whole, and slower by 3 us where they are split; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     if columns is None:
         columns = uses_swap_ab(call.q_len, call.num_heads, call.kv_cache)
     if columns:
-        call = call.joined()  # a tile is not filled
+        call = call.joined()  # the heads do not fill a tile
         refuse_swap_ab(call.q, call.kv_cache, call.kv_lora_rank)
         if not interpret:
             refuse_assembler(call.kv_cache)
@@ -142,7 +145,7 @@ def mla_decode_mosaic(
     written = launch(
         lambda **refs: MlaDecodeKernel(cut, MlaDecodeRefs(**refs)).run(),
         name="mla_decode",
-        # The last axis runs fastest: the tiles of a row read the same pages while in L2.
+        # The last axis runs fastest: the tiles of a row read the same pages while they are in L2.
         grid={"part": results.parts, "tile": tiles},
         inputs={"q_ref": q_ref, "q_rope_ref": q_rope_ref, **call.inputs(), **results.inputs},
         outputs=results.outputs,
@@ -151,8 +154,8 @@ def mla_decode_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # row reductions stay inside a warp
-            # The body says itself where a warpgroup's warps wait for each other: before what
-            # another has stored is read. More costs a tenth of the softmax.
+            # The body synchronizes warps itself, before they read what another warp has stored.
+            # Automatic barriers would cost a tenth of the softmax.
             unsafe_no_auto_barriers=True,
         ),
         interpret=interpret,
@@ -162,10 +165,10 @@ def mla_decode_mosaic(
 
 
 def _in_tiles(call: MlaDecodeCall, rows: int) -> tuple[jax.Array, jax.Array | None]:
-    """The queries as `MlaDecodeRefs` has them, `rows` packed ones of a request, and their rotated
-    dims if they are apart."""
+    """Returns the queries in the form of `MlaDecodeRefs`, `rows` packed rows per request, and their
+    rotated dims if these are separate."""
     if isinstance(call.q, tuple):
-        return call.q[0].transpose(2, 0, 1, 3), call.q[1]  # as the absorbed product comes
+        return call.q[0].transpose(2, 0, 1, 3), call.q[1]  # the layout of the absorbed product
     batch, q_len, heads = call.given
     packed = call.q.reshape(batch, q_len * heads, -1)
     return jnp.pad(packed, ((0, 0), (0, rows - q_len * heads), (0, 0))), None

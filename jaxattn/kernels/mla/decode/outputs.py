@@ -1,7 +1,8 @@
-"""Outputs of the MLA decode kernels: places to write, and the result.
+"""Outputs of the MLA decode kernels: the arrays to write to, and the result.
 
-A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a row's output, or
-for a row that was cut its partial results, which `mla_combine` then merges into the output.
+A kernel writes rows of 2-D arrays, which are its own or whole lanes of the arena. A row that was
+not split has its output there; a split row has its partial results, which combine.py then merges
+into the output.
 """
 
 import math
@@ -23,16 +24,18 @@ from jaxattn.kernels.mla.decode.workspace import spec_of
 
 
 class MlaDecodeOutputs:
-    """Where the launch of a call writes.
+    """The arrays that the launch of a call writes.
 
     Attributes:
-        rows: packed rows that are kept of a request.
-        parts: of the call's schedule.
-        first_rows: of the output, and of the partial results, in the arrays of `refs`.
-        split: whether there are partial results.
-        sinks: float32 [rows], of which cut rows are not told before they are merged; or None.
-        refs: those arrays.
-        inputs, outputs: of the launch. What concerns partial results is None where there are none.
+        rows: Packed rows that are kept per request.
+        parts: The parts of the call's schedule.
+        first_rows: The first row of the output, and of the partial results, in the arrays of
+            `refs`.
+        split: Whether there are partial results.
+        sinks: float32 [rows], or None. Split rows use the sinks only when they are merged.
+        refs: The arrays.
+        inputs, outputs: Inputs and outputs of the launch. Entries for partial results are None if
+            there are none.
     """
 
     def __init__(
@@ -66,16 +69,16 @@ class MlaDecodeOutputs:
 
     def in_whole_tiles(self) -> bool:
         """Whether the output begins and ends with tiles of 8 rows, as TMA writes them; regions of
-        an arena begin at any second one."""
+        an arena begin at any even one."""
         return self.first_rows[0] % 8 == 0 and self.refs[0].shape[0] % 8 == 0
 
     def finish(
         self, written: Mapping[str, jax.Array], *, interpret: bool, detect_races: bool
     ) -> tuple[Any, ...]:
-        """(out [B, S, H, R], lse [B, S, H]), and the arena if there is one; where outputs met,
-        (out [B, 1, H / N, R], the arena or None, the mailbox).
+        """Returns (out [B, S, H, R], lse [B, S, H]), and the arena if there is one; or, where the
+        outputs of several GPUs are merged, (out [B, 1, H / N, R], the arena or None, the mailbox).
 
-        `written` is what the launch returned.
+        `written` is the result of the launch.
         """
         call, (batch, q_len, num_heads) = self.call, self.call.shape
         used = q_len * num_heads
@@ -88,7 +91,7 @@ class MlaDecodeOutputs:
                 call, split, sinks=self.sinks, interpret=interpret, detect_races=detect_races
             )
         lanes, arena = self._lanes()
-        # Of one request the used rows lie together: one slice, where XLA would make two of it.
+        # The used rows of a single request are contiguous: one slice, where XLA would make two.
         kept = used if batch == 1 else self.rows
         first = self.first_rows[0]
         out = lanes["out"][first : first + batch * kept].reshape(batch, kept, RANK)
@@ -110,7 +113,7 @@ class MlaDecodeOutputs:
         return out[:, None], self._lanes()[1], mailbox
 
     def _lanes(self) -> tuple[dict[str, jax.Array], Arena | None]:
-        """What the launches wrote to, by name, and the arena with it."""
+        """The arrays that the launches wrote, by name, and the arena that contains them."""
         lanes = {name: jax.freeze(ref) for name, ref in zip(self.names, self.refs, strict=True)}
         arena = self.call.arena
         if arena is not None:

@@ -1,4 +1,4 @@
-"""The schedule of MLA decode: how the blocks share the rows of a step."""
+"""The tile scheduler of MLA decode: it divides the rows of a step among the CTAs."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 
 PAGE_SIZES = (16, 32, 64, 128)
-INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
+INTERPRETED_SMS = 4  # the interpreter takes seconds per CTA, with or without work
 
 
 def decode_schedule(
@@ -35,24 +35,24 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> Schedule:
-    """The schedule that divides the rows of a step among the GPU's blocks. Compute it once per
-    step, for all layers.
+    """Returns the schedule that divides the rows of a step among the GPU's CTAs. Compute it once
+    per step, for all layers.
 
     Args:
         seq_lens: int32 [B], as for `mla_decode`: traced lengths beyond M * C are padding here too.
         q_len: S.
         num_heads: H.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernels support 16, 32, 64 and 128. With other page
+        max_pages: M, the width of the block tables.
+        page_size: C, the tokens of a page. The kernels support 16, 32, 64 and 128. With other page
             sizes, `mla_decode` runs in XLA, which does not use the schedule.
-        batch_invariant: a row's result has the same bits with any other rows. Only B, M and the
-            row's own length determine how the row is split. Each row gets the same number of
-            blocks, also if it is longer than the other rows. With more rows than blocks, no row is
+        batch_invariant: Whether a row's result has the same bits with any other rows. Only B, M and
+            the row's own length then determine how the row is split. Each row gets the same number
+            of CTAs, also if it is longer than the other rows. With more rows than CTAs, no row is
             split.
-        interpret: whether the schedule is for the interpreter, which has fewer blocks.
+        interpret: Whether the schedule is for the interpreter, which has fewer CTAs.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype, shape or size; the message names the
+        TypeError, ValueError: An argument has a wrong dtype, shape or size; the message names the
             argument.
     """
     arguments = OpArguments("mla.decode_schedule")
@@ -76,7 +76,7 @@ def decode_schedule(
 
 
 def scheduled(call: MlaDecodeCall, *, interpret: bool) -> MlaDecodeCall:
-    """The call with its schedule, or one that is made of its own lengths."""
+    """Returns the call with its schedule, or with one made from its own lengths."""
     if call.schedule is not None:
         return call
     schedule = decode_schedule(

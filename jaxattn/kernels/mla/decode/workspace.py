@@ -27,17 +27,17 @@ def scratch(
     kv_lora_rank: int = RANK,
     dtype: Any = jnp.bfloat16,
 ) -> ArenaSpec:
-    """The scratch of `mla_decode` in the arena: its output, and float32 partial results of split
-    rows.
+    """Returns the scratch of `mla_decode` in the arena: its output, and float32 partial results of
+    split rows.
 
     Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
+        batch: B, the rows of the bucket.
+        q_len: S, the query tokens of a row.
         num_heads: H.
-        max_pages: M, width of the block tables; long rows of a small batch are split.
-        page_size: C, tokens of a page.
+        max_pages: M, the width of the block tables; long rows of a small batch are split.
+        page_size: C, the tokens of a page.
         kv_lora_rank: R.
-        dtype: the queries' dtype.
+        dtype: The queries' dtype.
 
     Returns:
         Region `out` [B, rows, R], where row s * H + h is head h of token s. S * H rows are rounded
@@ -46,7 +46,7 @@ def scratch(
         any batch. DeepSeek-R1 at 2048 rows needs 256 MiB for all layers.
 
     Raises:
-        ValueError: a size is not a positive integer; the message names the size.
+        ValueError: A size is not a positive integer; the message names the size.
     """
     sizes = {"batch": batch, "q_len": q_len, "num_heads": num_heads, "kv_lora_rank": kv_lora_rank}
     check_sizes("mla.scratch", **sizes, max_pages=max_pages, page_size=page_size)

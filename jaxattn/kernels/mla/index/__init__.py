@@ -1,1 +1,1 @@
-"""The indexer of DeepSeek Sparse Attention: scores of all tokens, and the exact top k of them."""
+"""The indexer of DeepSeek Sparse Attention: scores of all tokens, and their exact top k."""

@@ -1,12 +1,13 @@
 """`mla_index` on a Hopper GPU: two launches, the tokens' scores and then each token's top k.
 
-scores.py has the first, top_k.py the second; work_tiles.py bounds the memory between them to
-`SCRATCH_BYTES`, 128 MiB: a call with more scores goes through groups of tokens.
+scores.py has the first launch and top_k.py the second. The scores pass through a scratch buffer in
+global memory, which work_tiles.py bounds to `SCRATCH_BYTES`, 128 MiB: a call with more scores
+processes groups of tokens one after another.
 
 Limits: keys of 128 dims in pages of 16, 32, 64 or 128 tokens, bfloat16 or float16 as the queries,
-or float8_e4m3fn in pages of 64 or 128 with a float32 scale a token, which is not negative; 8 to 128
-heads, a multiple of 8; top_k 512, 1,024 or 2,048; rows of up to 2**26 tokens; any B and S. Of FP8
-keys a scale of NaN makes the score NaN; NaN among the numbers may count as 480.
+or float8_e4m3fn in pages of 64 or 128 with a float32 scale per token, which is not negative; 8 to
+128 heads, a multiple of 8; top_k 512, 1,024 or 2,048; rows of up to 2**26 tokens; any B and S. With
+FP8 keys a scale of NaN makes the score NaN; NaN among the numbers may count as 480.
 Reference: ops/mla/sparse/index.py. Tests: tests/kernels/mla/index/test_index.py.
 """
 
@@ -25,9 +26,10 @@ from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visib
 
 TOP_K = (512, 1024, 2048)
 MOST_HEADS = 128
-# Of a row: the scores of an item's 8 tokens are then 2**31 bytes, which a word counts.
+# The most keys of a row: the scores of an item's 8 tokens then take 2**31 bytes, which a 32-bit
+# word counts.
 MOST_KEYS = 2**26
-# Of so few items each block finds its part itself: a kernel of XLA before ours takes more time.
+# With so few items each CTA finds its part itself: an XLA kernel before this one would take longer.
 FEW_ITEMS = 8
 FP8 = jnp.float8_e4m3fn
 
@@ -35,13 +37,14 @@ FP8 = jnp.float8_e4m3fn
 def refuse_index(
     q: Any, index_cache: Any, block_tables: Any, top_k: int, *, interpret: bool = False
 ) -> None:
-    """Raises `Refusal`, with the reason, where the kernels do not serve these shapes.
+    """Raises `Refusal`, with the reason, if the kernels do not serve these shapes.
 
     Args:
         q: [B, S, Hi, 128], an array or its shape.
-        index_cache: [..., N, C, 128], likewise.
-        block_tables: [B, M], likewise.
-        interpret: under the interpreter any multiple of 128 is a top_k, for small tests.
+        index_cache: [..., N, C, 128], an array or its shape.
+        block_tables: [B, M], an array or its shape.
+        interpret: Whether the call runs in the interpreter, where top_k may be any multiple of 128,
+            for small tests.
     """
     heads, dim = q.shape[2:]
     page_size, width = index_cache.shape[-2:]
@@ -92,7 +95,7 @@ def mla_index_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """`jaxattn.mla.mla_index`, whose arguments these are, as the op has checked them."""
+    """`jaxattn.mla.mla_index`, with the same arguments after the op has checked them."""
     require_hopper("mla_index", interpret=interpret)
     refuse_index(q, index_cache, block_tables, top_k, interpret=interpret)
     q, weights, index_cache, k_scale = without_gradient(

@@ -1,19 +1,19 @@
-"""The exact top k of a row of int32, by a radix select that a cluster's blocks share.
+"""The exact top k of a row of int32, by a radix select that the CTAs of a cluster share.
 
-A block is 512 threads, 16 warps. The cluster's warps have consecutive shares of the row, and read
-them from L2 in every pass, four numbers a lane:
+A CTA has 512 threads, 16 warps. The cluster's warps have consecutive shares of the row, and read
+them from L2 in every pass, four numbers per lane:
 
     two or three   histograms of 12, 12 and 8 bits of the numbers that match the bits so far; of
-                   all blocks' histograms together, the digit in which the k-th largest lies
+                   all CTAs' histograms together, the digit in which the k-th largest lies
     another        how many numbers of each warp are above the threshold, and how many are equal
     the last       the places of those above, and of the first equal ones, in ascending order
 
-If all numbers with the first 24 bits are wanted, the last 8 bits are not looked at: most rows of
-float32 have one such number.
+If all numbers with the first 24 bits are selected, the pass over the last 8 bits is skipped: in
+most rows of float32 only one number has these bits.
 
-Histograms are in each block's shared memory. A warp of each block looks for the digit in the sums
-of all blocks' histograms: among 128 groups of digits first, then in a group. Other blocks' memory
-is slow to read: with whole histograms of 8 blocks it took two thirds of the time.
+Histograms are in each CTA's shared memory. One warp of each CTA searches the sums of all CTAs'
+histograms for the digit: among 128 groups of digits first, then within a group. Other CTAs' memory
+(DSMEM) is slow to read: with whole histograms of 8 CTAs the reads took two thirds of the time.
 """
 
 from typing import Any
@@ -40,23 +40,23 @@ THREADS = 128 * WARPGROUPS
 WARPS = THREADS // 32
 BINS = 4096
 OWN = BINS // THREADS  # digits of a thread
-STEP = 128  # numbers of a warp's load
-LOWEST = -(2**31)  # no score's number
-# Loads under way: more of them where few rows leave a multiprocessor one block.
+STEP = 128  # numbers that a warp loads at a time
+LOWEST = -(2**31)  # below every score's number
+# Loads in flight: more of them where few rows leave a multiprocessor only one CTA.
 AHEAD, MORE_AHEAD = 4, 8
 RESIDENT = 22  # loads whose numbers stay in registers from pass to pass
-GROUPS = 128  # of digits
-# Words of shared memory: three histograms, then what the block's threads tell each other.
-SUMS = 3 * BINS  # of each histogram's groups
-COUNTS = SUMS + 3 * GROUPS  # of each warp, above the threshold and equal
-FOUND = COUNTS + 2 * WARPS  # of each pass the digit, how many of it are wanted and how many it has
+GROUPS = 128  # groups of digits
+# Word offsets in shared memory: three histograms, then the exchange between the CTA's threads.
+SUMS = 3 * BINS  # the sum of each group of each histogram
+COUNTS = SUMS + 3 * GROUPS  # for each warp the numbers above the threshold, and the equal ones
+FOUND = COUNTS + 2 * WARPS  # for each pass the digit, how many of it are selected, how many it has
 WORDS = FOUND + 4 * 3
-# The bits of a pass: (by how much a number is shifted, mask of the digit).
+# The bits of each pass: (right shift of a number, mask of the digit).
 DIGITS = ((20, 4095), (8, 4095), (0, 255))
 
 COUNT = "{ .reg .pred some; setp.ne.u32 some, $1, 0; @some red.shared.add.u32 [$0], 1; }"
 WRITE = "{ .reg .pred some; setp.ne.u32 some, $2, 0; @some st.global.u32 [$0], $1; }"
-# The lanes' words added up from the lane on, and up to it.
+# One step of a warp scan of the lanes' words: sums from a lane on, and up to a lane.
 DOWN = (
     "{{ .reg .pred there; .reg .b32 more; shfl.sync.down.b32 more|there, $1, {}, 0x1f, -1; "
     "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
@@ -65,7 +65,7 @@ UP = (
     "{{ .reg .pred there; .reg .b32 more; shfl.sync.up.b32 more|there, $1, {}, 0, -1; "
     "@!there mov.b32 more, 0; add.u32 $0, $1, more; }}"
 )
-# Words of a block's shared memory, by how many they are.
+# Loads of 1, 2 or 4 words of another CTA's shared memory.
 OF_BLOCK = {
     1: "{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; "
     "ld.shared::cluster.u32 $0, [there]; }",
@@ -82,16 +82,17 @@ def select(
     keys: Any, out: Any, smem: Any, row: jax.Array, visible: jax.Array, rank: Any, *,
     top_k: int, blocks: int, interpret: bool,
 ) -> None:  # fmt: skip
-    """Writes the places of the top k of a row's first numbers to out [rows, top_k], ascending.
+    """Writes the places of the top k of a row's first `visible` numbers to out [rows, top_k],
+    ascending.
 
-    Of equal numbers the first ones are taken. All threads of the cluster call it.
+    Among equal numbers the first ones are selected. All threads of the cluster call it.
 
     Args:
-        keys: int32 [rows, width] of global memory.
-        smem: int32 [WORDS] of shared memory.
-        visible: numbers of the row, more than `top_k`.
-        rank: the block's place in the cluster.
-        blocks: of the cluster.
+        keys: int32 [rows, width] in global memory.
+        smem: int32 [WORDS] in shared memory.
+        visible: Numbers of the row that count, more than `top_k`.
+        rank: The CTA's rank in the cluster.
+        blocks: The number of CTAs in the cluster.
     """
     assert not interpret
     plain, split = plgpu.RefType(), plgpu.Layout.WG_SPLAT
@@ -105,7 +106,7 @@ def select(
 
 
 class RadixSelect:
-    """What a thread does; all methods write instructions."""
+    """The code of one thread; all methods emit instructions."""
 
     def __init__(
         self, keys: Any, out: Any, smem: Any, row: Any, visible: Any, rank: Any, *,
@@ -118,7 +119,7 @@ class RadixSelect:
         self.thread = utils.thread_idx()
         self.lane = arith.andi(self.thread, word(31))
         self.warp = arith.shrui(self.thread, word(5))
-        self.team = plus(times(rank, WARPS), self.warp)  # the warp's place in the cluster
+        self.team = plus(times(rank, WARPS), self.warp)  # the warp's rank in the cluster
 
     def run(self) -> None:
         self._share()
@@ -128,19 +129,19 @@ class RadixSelect:
         prefix = arith.subi(first, word(BINS // 2))
         second, wanted, count = self._digit(1, prefix, wanted)
         prefix = arith.ori(arith.shli(prefix, word(12)), second)
-        # Below the least prefix there is no threshold.
+        # No threshold can be below the least prefix.
         least = self._equal(prefix, word(-(2**23)))
         more = arith.ori(arith.cmpi(arith.CmpIPredicate.ne, count, wanted), least)
         with utils.when(more):
             self._digit(2, prefix, wanted)
         bits, some, _ = self._found(2)
         prefix = arith.shli(prefix, word(8))
-        below = arith.subi(prefix, word(1))  # all with the prefix are above
+        below = arith.subi(prefix, word(1))  # all numbers with the prefix are above
         threshold = arith.select(more, arith.ori(prefix, bits), below)
         self._write(threshold, arith.select(more, some, word(0)))
 
     def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
-        """A pass: what it found, for all threads of the cluster."""
+        """Runs a pass; returns its `_found` to all threads of the cluster."""
         self._count_digits(number, prefix)
         self._meet()
         self._sum_groups(number)
@@ -151,11 +152,13 @@ class RadixSelect:
         return self._found(number)
 
     def _share(self) -> None:
-        """The warp's numbers: from `first` up to `limit`, in turns of AHEAD steps."""
+        """Sets the warp's share of the numbers: from `first` up to `limit`, in turns of AHEAD
+        steps."""
         steps = arith.divui(plus(self.visible, word(STEP - 1)), word(STEP))
         teams = self.blocks * WARPS
         each = arith.divui(plus(steps, word(teams - 1)), word(teams))
-        # Where a lane's share of the widest row is so few numbers, it reads them once.
+        # If a lane's share of the widest row is small enough, the lane reads it once and keeps it
+        # in registers.
         self.resident = self.width <= teams * STEP * RESIDENT
         self.ahead = AHEAD if self.blocks == 1 else MORE_AHEAD
         if self.resident:
@@ -169,8 +172,8 @@ class RadixSelect:
         self.loaded = self._load(word(0)) if self.resident else None
 
     def _load(self, turn: Any) -> list[Any]:
-        """(place of the first, four numbers) of each step of a turn; what is not the warp's is
-        LOWEST."""
+        """Returns (place of the first, four numbers) for each step of a turn; numbers outside of
+        the warp's share are LOWEST."""
         steps = []
         for step in range(self.ahead):
             place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
@@ -189,14 +192,14 @@ class RadixSelect:
         ]
 
     def _sync(self) -> None:
-        """The cluster's threads wait for one another."""
+        """Synchronizes the cluster's threads."""
         if self.blocks == 1:
             self._meet()
         else:
             asm(CLUSTER, [], [], "~{memory}", convergent=True)
 
     def _meet(self) -> None:
-        """The block's threads wait for one another."""
+        """Synchronizes the CTA's threads."""
         asm("barrier.sync.aligned 0;", [], [], "~{memory}", convergent=True)
 
     def _clear(self) -> None:
@@ -205,7 +208,8 @@ class RadixSelect:
             store(zeros, self.smem, times(self.thread, 16), 4 * first)
 
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
-        """`use(carry, place of the first, numbers)` of the lane's four numbers a step."""
+        """Calls `use(carry, place of the first, numbers)` with the lane's four numbers of each
+        step."""
 
         def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
             for place, four in steps:
@@ -240,12 +244,12 @@ class RadixSelect:
         self._each([], use)
 
     def _found(self, number: int) -> list[Any]:
-        """The digit of the k-th largest, how many of the numbers with it are wanted, and how many
-        there are."""
+        """Returns the digit of the k-th largest number, how many of the numbers with it are
+        selected, and how many numbers have it."""
         return load(self.smem, word(0), 4 * (FOUND + 4 * number), 4)[:3]
 
     def _sum_groups(self, number: int) -> None:
-        """Four threads have a group, each some of its digits."""
+        """Sums each group of digits; four threads share a group."""
         own: list[Any] = []
         for first in range(0, OWN, 4):
             own += load(self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4)
@@ -256,7 +260,8 @@ class RadixSelect:
             store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
 
     def _find(self, number: int, wanted: Any) -> None:
-        """One warp: the group of the digit, of which a lane has four, then the digit."""
+        """Run by one warp: finds the group of the digit, with four groups per lane, then the
+        digit."""
         place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
         four = self._over_blocks(*place, 4)
         above = self._above(plus(*four))
@@ -275,24 +280,25 @@ class RadixSelect:
             store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
 
     def _above(self, own: Any) -> Any:
-        """What the lanes after this one have together."""
+        """Returns the sum over the lanes after this one."""
         from_here = own
         for distance in (1, 2, 4, 8, 16):
             from_here = self._lanes(DOWN, from_here, distance)
         return arith.subi(from_here, own)
 
     def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
-        """Whether the last wanted number is among `count` that have so many above them."""
+        """Whether the last selected number is among `count` numbers that have `above` numbers above
+        them."""
         reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
         return arith.andi(self._less(above, wanted), reached)
 
     def _over_blocks(self, offset: Any, fixed: int, words: int) -> list[Any]:
-        """Words of shared memory, summed over the cluster's blocks."""
+        """Returns words of shared memory, summed over the cluster's CTAs."""
         each = [self._of_block(word(i), offset, fixed, words) for i in range(self.blocks)]
         return [plus(*some) for some in zip(*each, strict=True)]
 
     def _of_block(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
-        """Words of a block's shared memory."""
+        """Loads words of a CTA's shared memory."""
         if self.blocks == 1:
             return load(self.smem, offset, fixed, words)
         constraints = ",".join(["=r"] * words) + ",r,r,~{memory}"
@@ -301,7 +307,8 @@ class RadixSelect:
         )
 
     def _write(self, threshold: Any, wanted: Any) -> None:
-        """The places of numbers above the threshold, and of the first `wanted` equal ones."""
+        """Writes the places of the numbers above the threshold, and of the first `wanted` equal
+        ones."""
 
         def kinds(four: list[Any]) -> list[Any]:
             """1 for a number above the threshold, 2**16 for an equal one, else 0."""
@@ -322,7 +329,7 @@ class RadixSelect:
                 store(x, self.smem, times(self.warp, 8), 4 * (COUNTS + i))
         self._sync()
         before = self._before()
-        if self.blocks > 1:  # the others may go on once this block has read their counts
+        if self.blocks > 1:  # the others may exit once this CTA has read their counts
             asm("barrier.cluster.arrive.release.aligned;", [], [], "~{memory}", convergent=True)
         places_out = llvm.ptrtoint(
             ir.IntegerType.get_signless(64),
@@ -356,7 +363,7 @@ class RadixSelect:
             asm("barrier.cluster.wait.acquire.aligned;", [], [], "~{memory}", convergent=True)
 
     def _before(self) -> tuple[Any, Any]:
-        """Of all warps of the cluster before this one, the sums of their counts."""
+        """Returns the sums of the counts of all warps of the cluster before this one."""
         above = equal = word(0)
         for first in range(0, self.blocks * WARPS, 32):
             other = plus(self.lane, word(first))
@@ -372,7 +379,7 @@ class RadixSelect:
         return self._over_warp(above), self._over_warp(equal)
 
     def _shared(self, offset: Any, fixed: int) -> Any:
-        """An address of shared memory, as a word."""
+        """Returns an address in shared memory, as a word."""
         return llvm.ptrtoint(i32(), pointer(self.smem, offset, fixed))
 
     def _lanes(self, code: str, x: Any, number: int) -> Any:

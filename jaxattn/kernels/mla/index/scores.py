@@ -3,12 +3,12 @@
     products [64 keys, (token, head)] = keys [64, 128] queries^T        by wgmma, keys from pages
     score of a token = sum over its heads of w relu(product)            4 lanes have a key's numbers
 
-A warpgroup works by itself: it has a part of the tiles of all items, queries of its item in shared
-memory, and a ring of tiles of keys that TMA fills. FP8 keys get the queries' dtype on their way to
-registers; a key's scale, which is not negative, multiplies its score.
+Warpgroups work independently. Each has a part of the tiles of all items, its item's queries in
+shared memory, and a ring of key tiles that TMA fills. FP8 keys are converted to the queries' dtype
+in registers; a key's scale, which is not negative, multiplies its score.
 
-Scores are stored as int32 that order as they do, -0 as 0. Where a tile ends beyond what the tokens
-see, numbers are stored that nobody reads.
+Scores are stored as int32 numbers with the same order, -0 as 0. Where a tile extends beyond the
+keys that the tokens see, numbers are stored that nobody reads.
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ from jaxattn.kernels.hopper.ptx import (
 from jaxattn.kernels.mla.index.radix_select import LOWEST
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling, tiles_of
 
-DIM = 128  # of a key
+DIM = 128  # dims of a key
 BY_KEY = plgpu.Layout.WGMMA.reduce(1)
 # Bytes of shared memory for queries and keys; barriers take some of the rest.
 ROOM = 216 * 1024
-MOST_WARPGROUPS = 3  # of a block; two where a product has more than 128 columns
+MOST_WARPGROUPS = 3  # warpgroups of a CTA; two if a product has more than 128 columns
 
 
 def ordered(scores: jax.Array) -> jax.Array:
-    """float32 as int32 that order as they do, -0 as 0 and none as LOWEST. NaN is above all: a GPU's
-    arithmetic makes one kind of it, of these bits."""
+    """Returns float32 scores as int32 with the same order; -0 becomes 0, and none becomes LOWEST.
+    NaN is above all: a GPU's arithmetic produces only one NaN, with these bits."""
     bits = lax.bitcast_convert_type(scores, jnp.int32)
     bits = jnp.where(scores == scores, bits, 0x7FFFFFFF)
     bits = jnp.where(bits == LOWEST, 0, bits)
@@ -60,12 +60,12 @@ def ordered(scores: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexScoreConfig:
-    """What is known of a launch when it is traced."""
+    """The static properties of a launch, known when it is traced."""
 
     tiling: IndexTiling
     top_k: int
     page_size: int
-    dtype: Any  # of the queries
+    dtype: Any  # the queries' dtype
     keys: Any  # the keys' dtype
     interpret: bool
 
@@ -83,7 +83,8 @@ class IndexScoreConfig:
 
     @property
     def warpgroups(self) -> int:
-        """As many as have room for three tiles each, of registers too."""
+        """The number of warpgroups, as many as have room for three tiles each and for their
+        registers."""
         if self.interpret:
             return 1
         fit = ROOM // (self.query_bytes + 3 * self.tile_bytes)
@@ -91,7 +92,7 @@ class IndexScoreConfig:
 
     @property
     def depth(self) -> int:
-        """Tiles of a warpgroup in shared memory."""
+        """The number of a warpgroup's tiles in shared memory."""
         if self.interpret:
             return 2
         return min(8, (ROOM // self.warpgroups - self.query_bytes) // self.tile_bytes)
@@ -121,7 +122,8 @@ class IndexScoreConfig:
 def index_scores(
     config: IndexScoreConfig, *, interpret: bool, detect_races: bool, **inputs: Any
 ) -> jax.Array:
-    """int32 [items * tokens, width] of a group's items; see `IndexScoreRefs` for the inputs."""
+    """Returns int32 [items * tokens, width], the scores of a group's items; `IndexScoreRefs` has
+    the inputs."""
     rows = config.tiling.group * config.tiling.tokens
     return launch(
         lambda lens_ref, query_lens_ref, first_ref, **refs: IndexScoreWarpgroup(
@@ -146,16 +148,16 @@ def index_scores(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexScoreRefs:
-    """Operands and the result, then shared memory and barriers."""
+    """The refs of operands and the result, then of shared memory and barriers."""
 
     q_ref: Any  # [items, N, 128]
     weights_ref: Any  # float32 [items, N]
     keys_ref: Any  # [L, pages, C, 128]
-    scale_ref: Any  # float32 [L, pages, C] of FP8 keys, else None
+    scale_ref: Any  # float32 [L, pages, C] for FP8 keys, else None
     layer_ref: Any
     table_ref: Any
     rows: IndexRows
-    begins_ref: Any  # `part_begins`; None: a block goes through all items
+    begins_ref: Any  # `part_begins`; None: a CTA processes all items
     out_ref: Any
     q_smem: Any
     k_smem: Any
@@ -164,14 +166,14 @@ class IndexScoreRefs:
 
 
 class IndexScoreWarpgroup:
-    """A part of all items' tiles."""
+    """One warpgroup, which computes a part of all items' tiles."""
 
     def __init__(self, config: IndexScoreConfig, refs: IndexScoreRefs) -> None:
         self.config, self.refs = config, refs
         self.wg = lax.axis_index("wg")
         self.part = lax.axis_index("block") * config.warpgroups + self.wg
         self.layer = refs.layer_ref[0]
-        self.piece = min(config.page_size, PAGE)  # keys of a copy
+        self.piece = min(config.page_size, PAGE)  # keys per copy
 
     def run(self) -> None:
         config, refs, items = self.config, self.refs, self.config.tiling.group
@@ -199,9 +201,11 @@ class IndexScoreWarpgroup:
         return tiles_of(self.refs.rows.most(index), self.config.top_k)
 
     def _item(self, index: jax.Array, first: jax.Array, count: jax.Array, done: jax.Array) -> None:
-        """Args:
-        first: tile of the item.
-        done: tiles of the warpgroup before it.
+        """Computes tiles of one item.
+
+        Args:
+            first: The first tile of the item.
+            done: The warpgroup's tiles before this item.
         """
         config, refs, depth = self.config, self.refs, self.config.depth
         row = refs.rows.row(index)
@@ -239,13 +243,14 @@ class IndexScoreWarpgroup:
         lax.fori_loop(0, count, tile, self._scale(row, first * PAGE, last_page))
 
     def _page(self, row: jax.Array, key: jax.Array, last: jax.Array) -> tuple[Any, Any]:
-        """The page of a row's key and the key's place there; never one behind the row's last."""
+        """Returns the page of a row's key and the key's offset in it; never a page after the row's
+        last."""
         size = self.config.page_size
         page = self.refs.table_ref[row, jnp.minimum(lax.div(key, size), last)]
         return page, lax.rem(key, size) if size > PAGE else 0
 
     def _scale(self, row: jax.Array, key: jax.Array, last: jax.Array) -> Any:
-        """Of each key of a tile; pages of FP8 keys have 64 tokens at least."""
+        """Returns the scale of each key of a tile; pages of FP8 keys have at least 64 tokens."""
         if self.refs.scale_ref is None:
             return None
         page, inside = self._page(row, key, last)
@@ -287,13 +292,14 @@ class IndexScoreWarpgroup:
     def _store_inline(
         self, ctx: Any, out: Any, products: Any, weights: Any, place: Any, scale: Any = None
     ) -> None:
-        """Of 8 columns a thread has two neighbours of a key and of the key 8 below; four lanes have
-        a key's columns, and each of them stores the scores of every fourth token."""
+        """Reduces and stores the scores. In each 8 columns a thread has two neighboring columns of
+        a key and of the key 8 below. Four lanes have a key's columns, and each of them stores the
+        scores of every fourth token."""
         del ctx
         tiling, thread = self.config.tiling, WarpgroupThread()
         zero, groups = number(0.0), tiling.heads // 8
         numbers, factors = list(products.registers.flat), list(weights.registers.flat)
-        scores = []  # of each token: of both keys
+        scores = []  # for each token: the scores of both keys
         for token in range(tiling.tokens):
             both = [zero, zero]
             for group in range(token * groups, (token + 1) * groups):

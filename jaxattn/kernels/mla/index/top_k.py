@@ -1,6 +1,6 @@
-"""The launch that takes each token's top k of its scores: a cluster for each token.
+"""The launch that selects each token's top k scores: one cluster per token.
 
-A token that sees at most k keys has them all. Behind what a token has are -1.
+A token that sees at most k keys selects all of them. The unused rest of a token's list is -1.
 """
 
 import dataclasses
@@ -17,11 +17,12 @@ from jaxattn.kernels.hopper.device import CLUSTERS_AT_A_TIME
 from jaxattn.kernels.mla.index.radix_select import WARPGROUPS, WORDS, select
 from jaxattn.kernels.mla.index.work_tiles import IndexRows, IndexTiling
 
-LEAST_SHARE = 4096  # numbers of a block in a cluster
+LEAST_SHARE = 4096  # the least numbers per CTA of a cluster
 
 
 def cluster_size(rows: int, width: int) -> int:
-    """Blocks that share a row: as many as the GPU has for all rows at a time."""
+    """Returns the number of CTAs that share a row: as many as the GPU can run for all rows at a
+    time."""
     return max(
         (
             size
@@ -36,12 +37,12 @@ def top_k_places(
     tiling: IndexTiling, top_k: int, *, scores_ref: jax.Array, interpret: bool, detect_races: bool,
     **rows_of: Any,
 ) -> jax.Array:  # fmt: skip
-    """int32 [tokens, top_k]: the visible keys with the highest scores of each token of a group,
-    ascending.
+    """Returns int32 [tokens, top_k]: the visible keys with the highest scores of each token of a
+    group, ascending.
 
     Args:
-        scores_ref: int32 [tokens, width]; what a token does not see is not read as a number.
-        rows_of: what `IndexRows` has.
+        scores_ref: int32 [tokens, width]; numbers of keys that a token does not see do not count.
+        rows_of: The fields of `IndexRows`.
     """
     rows, width = scores_ref.shape
     blocks = 1 if interpret else cluster_size(rows, width)
@@ -66,7 +67,7 @@ def top_k_places(
 
 @dataclasses.dataclass(frozen=True)
 class TopKCta:
-    """A block of the cluster that has a row."""
+    """A CTA of the cluster that processes one row."""
 
     top_k: int
     blocks: int
@@ -99,7 +100,7 @@ class TopKCta:
             )  # fmt: skip
 
     def _bisect(self, row: jax.Array, visible: jax.Array) -> None:
-        """The same in the interpreter, which runs no code of its own."""
+        """Selects the top k in the interpreter, which cannot run inline PTX."""
         scores = self.scores_ref[row]
         seen = lax.broadcasted_iota(jnp.int32, scores.shape, 0) < visible
 

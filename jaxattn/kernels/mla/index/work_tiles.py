@@ -1,7 +1,7 @@
-"""The indexer's work: items of a few query tokens of one row, each with its tiles of 64 keys.
+"""The indexer's work tiles: items of a few query tokens of one row, each with its tiles of 64 keys.
 
-A token's scores are a row of scratch memory as wide as the block tables. `SCRATCH_BYTES` bounds it:
-a call with more tokens goes through groups of items, one group after another.
+A token's scores are a row of scratch memory as wide as the block tables. `SCRATCH_BYTES` bounds
+this memory: a call with more tokens processes groups of items, one group after another.
 """
 
 import dataclasses
@@ -14,19 +14,21 @@ from jax import lax
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
-# Of scores, float32's bits, at a time. A single item may take more: 8 tokens of 2**22 keys do.
+# Bytes of scores, as float32's bits, at a time. A single item may take more: 8 tokens of 2**22 keys
+# do.
 SCRATCH_BYTES = 2**27
-# Columns of a product, packed pairs (query token, head) of an item, and tokens that they are of.
+# The most columns of a product, packed pairs (query token, head) of an item, and the most tokens of
+# an item.
 MOST_COLUMNS, MOST_TOKENS = 256, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexTiling:
-    """How a call is cut, which shapes alone decide.
+    """The tiling of a call, which depends only on shapes.
 
     Attributes:
-        tokens: of an item; the last one of a row may have fewer.
-        most_keys: that a block table has room for.
+        tokens: Tokens of an item; the last item of a row may have fewer.
+        most_keys: The most keys that a block table has room for.
     """
 
     batch: int
@@ -43,12 +45,12 @@ class IndexTiling:
 
     @property
     def width(self) -> int:
-        """Numbers of a token's scores, a multiple of the tile."""
+        """The numbers of a token's scores, a multiple of the tile."""
         return -(-self.most_keys // PAGE) * PAGE
 
     @property
     def row_items(self) -> int:
-        """Items of a row."""
+        """The number of items per row."""
         return -(-self.q_len // self.tokens)
 
     @property
@@ -66,16 +68,16 @@ class IndexTiling:
 
     @property
     def group(self) -> int:
-        """Items whose scores are in memory at a time."""
+        """The number of items whose scores are in memory at a time."""
         return -(-self.items // self.groups)
 
     @property
     def scratch_bytes(self) -> int:
-        """Of the scores that are in memory at a time."""
+        """The bytes of the scores that are in memory at a time."""
         return self.group * self.tokens * self.width * 4
 
     def in_items(self, x: jax.Array) -> jax.Array:
-        """[B, S, ...] as [groups, items, tokens, ...]; what is behind the last is 0."""
+        """Returns [B, S, ...] as [groups, items, tokens, ...], padded with 0."""
         more = self.row_items * self.tokens - self.q_len
         x = jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
         x = x.reshape(self.items, self.tokens, *x.shape[2:])
@@ -84,21 +86,21 @@ class IndexTiling:
         return x.reshape(self.groups, self.group, *x.shape[1:])
 
     def of_tokens(self, x: jax.Array) -> jax.Array:
-        """[groups, items, tokens, ...] as [B, S, ...]."""
+        """Returns [groups, items, tokens, ...] as [B, S, ...]."""
         x = x.reshape(-1, *x.shape[2:])[: self.items]
         x = x.reshape(self.batch, self.row_items * self.tokens, *x.shape[2:])
         return x[:, : self.q_len]
 
 
 def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
-    """The keys that a token sees: of numbers, or of arrays. 0 for a padding row or token, and in a
-    row that is longer than its block table.
+    """Returns the number of keys that a token sees, for scalars or arrays. It is 0 for a padding
+    row or token, and in a row that is longer than its block table.
 
     Args:
-        length: of the row.
-        new: tokens of the row.
-        token: its number among them.
-        most_keys: that a block table has room for.
+        length: The length of the row.
+        new: The number of new tokens of the row.
+        token: The token's index among them.
+        most_keys: The most keys that a block table has room for.
     """
     within = (length > 0) & (length <= most_keys) & (token < new)
     return jnp.where(within, jnp.maximum(length - new + token + 1, 0), 0)
@@ -106,11 +108,11 @@ def visible_keys(length: Any, new: Any, token: Any, most_keys: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class IndexRows:
-    """A group's items, to a block that reads them.
+    """A group's items, as a CTA reads them.
 
     Attributes:
         query_lens_ref: None: every row has all S tokens.
-        first_ref: the group's first item, if there are several groups.
+        first_ref: The group's first item, if there are several groups.
     """
 
     tiling: IndexTiling
@@ -119,11 +121,11 @@ class IndexRows:
     first_ref: Any
 
     def row(self, item: jax.Array) -> jax.Array:
-        """The item's row; the last one of an item behind all."""
+        """Returns the item's row; the last row for an item after the last."""
         return jnp.minimum(self._item(item)[0], self.tiling.batch - 1)
 
     def visible(self, item: jax.Array, token: Any) -> jax.Array:
-        """The keys that a token of an item sees."""
+        """Returns the number of keys that a token of an item sees."""
         row, part = self._item(item)
         here, q_len = self.row(item), self.tiling.q_len
         new = q_len if self.query_lens_ref is None else self.query_lens_ref[here]
@@ -132,25 +134,26 @@ class IndexRows:
         return jnp.where(row < self.tiling.batch, seen, 0)
 
     def most(self, item: jax.Array) -> jax.Array:
-        """The keys that some token of an item sees."""
+        """Returns the most keys that any token of an item sees."""
         seen = [self.visible(item, token) for token in range(self.tiling.tokens)]
         return functools.reduce(jnp.maximum, seen)
 
     def _item(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The number of its row, and its own in the row."""
+        """Returns the item's row and its index within the row."""
         item = item if self.first_ref is None else item + self.first_ref[0]
         each = self.tiling.row_items
         return (item, jnp.int32(0)) if each == 1 else (lax.div(item, each), lax.rem(item, each))
 
 
 def tiles_of(most: Any, top_k: int) -> Any:
-    """An item whose tokens see at most `top_k` keys has no tiles: all of them are chosen."""
+    """Returns the number of an item's tiles. An item whose tokens see at most `top_k` keys has
+    none: all of them are selected."""
     return jnp.where(most > top_k, (most + (PAGE - 1)) // PAGE, 0)
 
 
 def part_begins(visible: jax.Array, top_k: int, parts: int) -> jax.Array:
-    """int32 [3, parts + 1]: of each part of a launch its first item, and the tiles before that; all
-    parts have equally many tiles, and the last column has the sum of them.
+    """Returns int32 [3, parts + 1]: each part's first item, the tiles before that item, and the
+    total number of tiles. The parts' numbers of tiles differ by at most one.
 
     Args:
         visible: int32 [items, tokens].

@@ -1,1 +1,1 @@
-"""MLA prefill: causal attention of one tile of queries."""
+"""MLA prefill: causal attention of tiles of queries."""

@@ -1,9 +1,9 @@
 """Attention of many new tokens with keys of 128 + 64 dims and values of 128: MLA's prefill.
 
-mainloop.py says what a block does. Every row has its own bounds, so that one kernel serves a chunk
-(causal) and its cached prefix (all visible): query t of row b sees the keys k with
-first <= k < min(keys, t + 1 + offset). Of rows packed one behind another every tile of 128 queries
-has its own, and its keys begin where they say.
+mainloop.py has the body of a CTA. Every row has its own bounds, so that one kernel serves both a
+chunk (causal) and its cached prefix (all visible). Query t of row b sees the keys k with
+first <= k < min(keys, t + 1 + offset). With packed rows every tile of 128 queries has its own
+bounds, which also contain the position of its keys.
 
 Limits: 128 + 64 and 128 dims, bfloat16 or float16, any T, K and H. Reference and tests:
 `jaxattn.ops.mla.prefill` (implementation="xla"), tests/kernels/mla/prefill/test_kernel.py.
@@ -34,7 +34,7 @@ from jaxattn.kernels.mla.prefill.mainloop import (
 
 
 def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpret: bool) -> None:
-    """Raises `Refusal` with the reason where the kernel does not serve."""
+    """Raises `Refusal`, with the reason, if the kernel does not serve the call."""
     require_hopper(op, interpret=interpret)
     if (nope, rope, values) != (NOPE, ROPE, VALUES):
         raise Refusal(
@@ -59,7 +59,7 @@ def attend_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """softmax(scale q [k, k_pe]^T) v, query t of row b seeing a range of keys.
+    """Returns softmax(scale q [k, k_pe]^T) v, where query t of row b sees a range of keys.
 
     Args:
         q: [B, T, H, 192] bfloat16 or float16, as k, k_pe and v.
@@ -67,16 +67,16 @@ def attend_mosaic(
         k_pe: [B, K, 64], shared by all heads.
         v: [B, K, H, 128].
         bounds: int32 [B, 4], (first, queries, keys, offset): query t < queries sees the keys from
-            `first` up to, and without, min(keys, t + 1 + offset). Keys and values from `keys` on
-            and queries from `queries` on may be NaN; values before `first` must be finite. Or int32
-            [T / 128, 5], of B 1 and of each 128 queries: t is still counted from query 0 of all,
-            and `first` and `keys` from the key that is the fifth, a multiple of 8.
-        firsts: int32 [B, T], the first key that each query sees, not decreasing in a row; beside
-            bounds [B, 4] only. None: as the bounds say.
+            `first` up to min(keys, t + 1 + offset), exclusive. Keys and values from `keys` on and
+            queries from `queries` on may be NaN; values before `first` must be finite. Or int32
+            [T / 128, 5], with B 1, for each 128 queries: t still counts from query 0 of all, and
+            `first` and `keys` count from the key that is the fifth number, a multiple of 8.
+        firsts: int32 [B, T], the first key that each query sees, not decreasing in a row; only with
+            bounds [B, 4]. None: `bounds` decide.
 
     Returns:
         out [B, T, H, 128] in q's dtype and lse float32 [B, T, H], natural logarithm: 0 and -inf for
-        a query that sees nothing and for those from `queries` on.
+        a query that sees no key and for those from `queries` on.
     """
     out, lse = attend_padded(
         q, k, k_pe, v, bounds, q.dtype,
@@ -86,7 +86,7 @@ def attend_mosaic(
 
 
 def unpad(out: jax.Array, lse: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """What `attend_padded` returns, as `attend_mosaic` does."""
+    """Converts the result of `attend_padded` to that of `attend_mosaic`."""
     return out[:, :tokens], lse[:, :, :tokens].swapaxes(1, 2)
 
 
@@ -105,13 +105,16 @@ def attend_padded(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_mosaic` as the kernel writes it, or merged in place into an earlier such result.
+    """`attend_mosaic` with the kernel's padded output, optionally merged in place into an earlier
+    result.
 
     Args:
-        state: a result of out_dtype over other keys; tiles that see nothing now leave it as it is.
+        state: A result of out_dtype over other keys; tiles that see no key in this call leave it as
+            it is.
 
     Returns:
-        out [B, T', H, 128] in out_dtype and lse float32 [B, H, T'], T up to a multiple of 64.
+        out [B, T', H, 128] in out_dtype and lse float32 [B, H, T'], T' being T rounded up to a
+        multiple of 64.
     """
     config = config or MlaPrefillTileConfig()
     batch, tokens, heads, _ = q.shape
@@ -179,7 +182,7 @@ def _scratch_types(dtype: Any, stages: int, interpret: bool) -> dict[str, Any]:
         "k_smem": tiles(stages, KEYS, NOPE),
         "k_pe_smem": tiles(stages, KEYS, ROPE),
         "v_smem": tiles(stages, KEYS, VALUES),
-        # The interpreter's wgmma takes no operand from registers.
+        # The interpreter's wgmma takes no register operand.
         "p_smem": tiles(2, TILE, KEYS) if interpret else tiles(2, 8, 64),
         "q_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=2),  # both pieces of Q
         "k_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=stages),  # both pieces of the keys
@@ -192,5 +195,5 @@ def _scratch_types(dtype: Any, stages: int, interpret: bool) -> dict[str, Any]:
 
 
 def _pad_tokens(x: jax.Array) -> jax.Array:
-    """Zeros up to a multiple of 8 tokens: a copy, where the tokens are not one already."""
+    """Pads with zeros to a multiple of 8 tokens: a copy, unless T is already a multiple."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

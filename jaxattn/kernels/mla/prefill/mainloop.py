@@ -1,17 +1,17 @@
-"""The body of `mla_prefill`: what its three warpgroups do, step by step.
+"""The body of `mla_prefill`: the roles of its three warpgroups, step by step.
 
-A block takes 128 queries of one head and walks over the keys that any of them sees, 128 a step. Of
-its three warpgroups two own 64 queries each and the third issues the TMA copies into rings of
-`stages` tiles. The keys come in two pieces, 128 dims of the head and 64 that all heads may share,
-and are never joined in memory. A compute warpgroup's step i is
+A CTA takes 128 queries of one head, and its mainloop runs over the keys that any of them sees, 128
+per step. Two consumer warpgroups own 64 queries each. The third, the producer, issues the TMA
+copies into rings of `stages` tiles. The keys come in two pieces, 128 dims of the head and 64 that
+all heads may share, and are never joined in memory. A consumer's step i is
 
     softmax    P = exp2(scores i - row maxima), o *= rescaling        on the CUDA cores
     products   o += P V_i ; scores i + 1 = Q K_{i+1}^T                on the tensor cores
 
-and a barrier that goes back and forth lets one warpgroup's products run during the other's softmax.
-P stays in registers; the output leaves through the queries' shared memory. Tiles with the most keys
-go first, and the heads that work at one time are few enough for their keys and values to stay in
-L2. Where all rows are known to be whole, a block of each SM takes many tiles
+and a barrier that alternates between the two consumers lets one run its products during the other's
+softmax. P stays in registers; the output leaves through the queries' shared memory. Tiles with the
+most keys go first, and the heads that are worked on at one time are few enough for their keys and
+values to stay in L2. If all rows are known to be whole, one CTA per SM takes many tiles
 (`MlaPrefillTileConfig.resident`).
 """
 
@@ -37,31 +37,32 @@ BY_ROW = LAYOUT.reduce(1)
 
 @dataclasses.dataclass(frozen=True)
 class MlaPrefillTileConfig:
-    """How the kernel is cut."""
+    """The pipeline stages, CTAs and registers of the kernel."""
 
     stages: int = 2  # key and value tiles in shared memory: 212,992 of 232,448 bytes with Q
-    blocks: int | None = None  # resident blocks, each taking many tiles; None: a block a tile
+    blocks: int | None = None  # resident CTAs, each taking many tiles; None: one CTA per tile
     l2_bytes: int = 24 * 2**20  # keys and values of the heads that are worked on at one time
     compute_registers: int = 240  # 240 + 240 + 24 = 504, the most that three warpgroups may have
     memory_registers: int = 24
 
     @classmethod
     def resident(cls) -> "MlaPrefillTileConfig":
-        """For rows that are all as long as they look: one block an SM, which loads its next tile
-        during the last. Its share is fixed by the shape, so shorter rows would leave SMs idle."""
+        """The configuration for rows that are as long as their shape: one CTA per SM, which loads
+        its next tile during the last. The shape fixes its share, so shorter rows would leave SMs
+        idle."""
         return cls(blocks=getattr(jax.devices()[0], "core_count", 132))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaPrefillConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        tiles: of 128 queries, of a row.
-        group: heads that are worked on at one time.
-        joined: whether the rotated dims of the keys are their last 64, each head's own.
-        merge: whether the result is merged into an earlier one.
-        lined: whether each tile has bounds of its own, with the place of its first key.
+        tiles: Tiles of 128 queries per row.
+        group: Heads that are worked on at one time.
+        joined: Whether the rotated dims of the keys are their last 64, separate for each head.
+        merge: Whether the result is merged into an earlier one.
+        lined: Whether each tile has its own bounds, with the position of its first key.
     """
 
     config: MlaPrefillTileConfig
@@ -77,7 +78,7 @@ class MlaPrefillConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaPrefillRefs:
-    """What a block works on; launch.py says what the barriers are for."""
+    """The refs of a CTA; launch.py describes the barriers."""
 
     q_ref: Any
     k_ref: Any
@@ -104,7 +105,7 @@ class MlaPrefillRefs:
 
 
 class MlaPrefillTile(NamedTuple):
-    """128 queries of a head and what they attend to."""
+    """A tile of 128 queries of a head, and the range of keys that they attend to."""
 
     exists: jax.Array
     row: jax.Array
@@ -112,9 +113,9 @@ class MlaPrefillTile(NamedTuple):
     start: jax.Array  # first query
     low: jax.Array  # first step of KEYS keys
     steps: jax.Array
-    seen_from: jax.Array  # from which key on all queries see what is not after them
+    seen_from: jax.Array  # from this key on, all queries see every key that is not after them
     bounds: tuple[jax.Array, ...]
-    base: jax.Array  # where key 0 is among all
+    base: jax.Array  # the position of key 0 among all
 
 
 def _over_rows(vector: jax.Array, width: int) -> jax.Array:
@@ -126,7 +127,8 @@ def _iota(dimension: int) -> jax.Array:
 
 
 class MlaPrefillCta:
-    """Its items, one a round: warpgroups 0 and 1 attend, 2 loads keys and values."""
+    """A CTA, which processes one item per round: warpgroups 0 and 1 attend, 2 loads keys and
+    values."""
 
     def __init__(self, cut: MlaPrefillConfig, refs: MlaPrefillRefs):
         self.cut, self.refs = cut, refs
@@ -147,7 +149,7 @@ class MlaPrefillCta:
             self._load()
 
     def work(self, r: Any) -> MlaPrefillTile:
-        """What this block does in round r."""
+        """The tile of this CTA in round r."""
         cut, refs, rounds = self.cut, self.refs, self.rounds
         item = self.block
         if rounds > 1:
@@ -175,7 +177,7 @@ class MlaPrefillCta:
         return MlaPrefillTile(exists, row, head, start, low, steps, seen_from, bounds, base)
 
     def _load(self) -> None:
-        """The rounds' keys and values into the rings, as places become free."""
+        """Loads the rounds' keys and values into the rings, as stages become free."""
         refs, stages = self.refs, self.cut.config.stages
         done = lax.fori_loop(0, self.rounds, self._load_item, jnp.int32(0))
 
@@ -217,7 +219,7 @@ class MlaPrefillCta:
 
 
 class MlaPrefillConsumer:
-    """What warpgroups 0 and 1 do, each for its own 64 queries of an item."""
+    """Consumer warpgroup 0 or 1, which owns 64 queries of an item."""
 
     def __init__(self, block: MlaPrefillCta):
         self.block, self.cut, self.refs, self.wg = block, block.cut, block.refs, block.wg
@@ -237,13 +239,13 @@ class MlaPrefillConsumer:
         lax.fori_loop(0, self.block.rounds, self._round, (jnp.int32(0), item))
         plgpu.wait_smem_to_gmem(0)
 
-        # A thread that waits on a barrier has to see each of its completions.
+        # A thread that waits on a barrier must observe each of its completions.
         @pl.when(self.wg == 0)
         def _():
             plgpu.barrier_wait(turn.at[0])
 
     def _load_q(self, item: MlaPrefillTile) -> None:
-        """Starts the copies of this warpgroup's queries, whether they see anything or not."""
+        """Starts the copies of this warpgroup's queries, whether they see any key or not."""
         refs, wg = self.refs, self.wg
 
         @pl.when(item.exists)
@@ -272,7 +274,7 @@ class MlaPrefillConsumer:
         return done + steps, following
 
     def softmax(self, s: jax.Array, top: jax.Array, total: jax.Array, o: jax.Array) -> Any:
-        """P, and the state with the rows rescaled to the new maxima."""
+        """Returns P, and the state with the rows rescaled to the new maxima."""
         new_top = jnp.maximum(top, s.max(axis=1) * self.factor)
         rescale = jnp.exp2(top - new_top)
         p = jnp.exp2(s * self.factor - _over_rows(new_top, KEYS))
@@ -293,12 +295,12 @@ class MlaPrefillConsumer:
         return pl.run_scoped(product, plgpu.ACC((TILE, KEYS), jnp.float32))
 
     def add_values(self, o: jax.Array, p: jax.Array, slot: jax.Array) -> jax.Array:
-        """o + P V."""
+        """Returns o + P V."""
         values = self.refs.v_smem.at[slot]
         return pl.run_state(lambda acc: plgpu.wgmma(acc, p, values))(plgpu.ACC.init(o))
 
     def products(self, o: jax.Array, p: jax.Array, slot: jax.Array, next_slot: jax.Array) -> Any:
-        """(o + P V, the next tile's scores), the tensor cores handed on in between."""
+        """Returns (o + P V, the next tile's scores); the tensor cores are handed on in between."""
         refs = self.refs
 
         def both(accs: Any) -> None:
@@ -333,8 +335,9 @@ class MlaPrefillConsumer:
 
 
 class InterpretedMlaConsumer(MlaPrefillConsumer):
-    """JAX 0.11.2's interpreter knows no `wgmma` with operands in registers or a state: P goes
-    through shared memory, and its product to an accumulator of its own."""
+    """A consumer for the interpreter of JAX 0.11.2, whose `wgmma` supports neither register
+    operands nor an accumulator that continues. P goes through shared memory, and its product to an
+    accumulator of its own."""
 
     def add_values(self, o: jax.Array, p: jax.Array, slot: jax.Array) -> jax.Array:
         refs = self.refs
@@ -354,7 +357,7 @@ class InterpretedMlaConsumer(MlaPrefillConsumer):
 
 
 class MlaPrefillMainloop:
-    """A warpgroup's 64 queries of an item; `done` steps of the rings came before."""
+    """The mainloop over a warpgroup's 64 queries of an item; `done` ring steps came before."""
 
     def __init__(self, attention: MlaPrefillConsumer, item: MlaPrefillTile, done: jax.Array):
         self.attention, self.item, self.done = attention, item, done
@@ -390,7 +393,7 @@ class MlaPrefillMainloop:
         self.write(o, top, total)
 
     def _step(self, i: jax.Array, carry: Any, *, masked: bool) -> Any:
-        """Step i's softmax and values, and step i + 1's scores."""
+        """Runs step i's softmax and values, and step i + 1's scores."""
         attention, refs, stages = self.attention, self.attention.refs, self._stages
         s, top, total, o = carry
         slot, next_slot = lax.rem(self.done + i, stages), lax.rem(self.done + i + 1, stages)
@@ -420,7 +423,7 @@ class MlaPrefillMainloop:
         return jnp.where(seen, s, -jnp.inf)
 
     def write(self, o: jax.Array, top: jax.Array, total: jax.Array) -> None:
-        """The queries' output and LSE, or what merges them into earlier ones."""
+        """Writes the queries' output and LSE, or merges them into earlier ones."""
         cut, refs, wg, item = self.attention.cut, self.attention.refs, self.attention.wg, self.item
         at, queries = pl.ds(self.mine, TILE), item.bounds[1]
         # A NaN total is not 0: a NaN among a row's own keys shows in its output.
@@ -441,8 +444,8 @@ class MlaPrefillMainloop:
             if refs.out_ref.dtype != cut.dtype:
                 o_ref[...] = out.astype(refs.out_ref.dtype)
                 return
-            # Through the queries' memory, which is free until the next ones: stores from registers
-            # go by 16 bytes and hold the block up.
+            # The output leaves through the queries' shared memory, which is free until the next
+            # ones: stores from registers are 16 bytes each and delay the CTA.
             refs.q_smem[wg] = out.astype(cut.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(refs.q_smem.at[wg], o_ref)
@@ -450,7 +453,7 @@ class MlaPrefillMainloop:
 
 
 def _merge_into(o_ref: Any, l_ref: Any, out: jax.Array, lse: jax.Array) -> None:
-    """What the refs hold and (out, lse), two attentions over disjoint keys, as one."""
+    """Merges (out, lse) into the refs' contents, as attention over disjoint sets of keys."""
     before = plgpu.load(o_ref, layout=LAYOUT, optimized=False).astype(jnp.float32)
     lse_before = plgpu.load(l_ref, layout=BY_ROW, optimized=False)
     top = jnp.maximum(lse_before, lse)

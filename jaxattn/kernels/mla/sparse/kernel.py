@@ -1,8 +1,9 @@
-"""The body of MLA attention over lists of positions: `mla_decode`'s, which finds its keys there.
+"""The body of MLA attention over lists of positions: that of `mla_decode`, with keys from the
+lists.
 
-Each token is a row of its own, whose keys are the K entries of its list, 64 a page. The three
-warpgroups, their shared memory and the order of their products are warp_specialized/kernel.py's;
-token_loader.py brings the keys, and list_mask.py says which count.
+Each token is a row of its own, whose keys are the K entries of its list, 64 per page. The three
+warpgroups, their shared memory and the order of their products are those of
+warp_specialized/kernel.py. token_loader.py loads the keys, and list_mask.py masks them.
 """
 
 import dataclasses
@@ -27,12 +28,12 @@ from jaxattn.kernels.mla.sparse.token_loader import (
 
 @dataclasses.dataclass(frozen=True)
 class ListPartition(WorkPartition):
-    """A block's part of the tokens' lists.
+    """A CTA's part of the tokens' lists.
 
     Attributes:
-        most: pages of a list.
-        apart: 1, or where no list is cut how far the part's tokens are from each other.
-        whole: whether none is. Else all have `most` pages, and no length is read.
+        most: Pages of a list.
+        apart: 1, or if no list is split the distance between the part's tokens.
+        whole: Whether no list is split. All then have `most` pages, and no length is read.
     """
 
     most: int
@@ -66,12 +67,12 @@ class ListPartition(WorkPartition):
 
 
 class MlaSparseKernel(MlaDecodeKernel):
-    """The three warpgroups of a block.
+    """The three warpgroups of a CTA.
 
     Attributes:
-        tokens_of_row: rows here that share a row of the block tables.
-        whole: whether no list is cut. Then a block has every so many-th token: blocks that run
-            beside each other have neighbours, whose lists have much in common, in L2.
+        tokens_of_row: Tokens, which are rows here, that share a row of the block tables.
+        whole: Whether no list is split. A CTA then has every n-th token, so that concurrent CTAs
+            process neighboring tokens, whose lists have much in common in L2.
     """
 
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, whole: bool):
@@ -85,7 +86,7 @@ class MlaSparseKernel(MlaDecodeKernel):
         return (Fp8TokenLoader if self.cut.latents.quantized else WideTokenLoader)(self)
 
     def visible(self, row: jax.Array) -> jax.Array:
-        """The positions that the token sees."""
+        """The number of the row's positions that the token sees."""
         refs = self.refs
         if refs.visible_ref is not None:
             return refs.visible_ref[row]
@@ -96,5 +97,5 @@ class MlaSparseKernel(MlaDecodeKernel):
         return visible_keys(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
-        del length  # of the list
+        del length  # the list's length
         return ListMask(self, row, start)

@@ -1,13 +1,13 @@
 """MLA attention over a list of positions for each token, of a paged latent cache.
 
 softmax(q K^T) K[:, :kv_lora_rank] with the K latents at a token's positions, each read once for 64
-heads. A block for each (part of the schedule, tile of 64 heads), as in `mla_decode`, whose body and
-outputs these are; kernel.py says what differs. Few tokens are cut over their lists, and their
-pieces merged by `mla_combine`; a chunk of a prompt is so many tokens that none is.
+heads. As in `mla_decode`, whose body and outputs it uses, there is a CTA for each (part of the
+schedule, tile of 64 heads); kernel.py has the differences. For few tokens the lists are split, and
+decode/combine.py merges their pieces. A chunk of a prompt has so many tokens that no list is split.
 
 Limits: R 512 and P 64 (D 576), pages of 16, 32, 64 or 128 tokens, bfloat16 and float16 caches with
-queries alike, FP8 ones with bfloat16 queries; any H, S and K. Tiles have 64 heads: fewer take their
-time. Reference: float64 in tests/kernels/mla/sparse/test_launch.py.
+queries of the same dtype, FP8 caches with bfloat16 queries; any H, S and K. Tiles have 64 heads,
+and fewer heads take the time of 64. Reference: float64 in tests/kernels/mla/sparse/test_launch.py.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ from jaxattn.kernels.mla.index.work_tiles import visible_keys
 from jaxattn.kernels.mla.sparse.kernel import MlaSparseKernel
 
 OP = "mla_sparse"
-# Of a list that is cut: pages of a piece. A block-scaled one takes 2.6 us; 16 pieces
-# are merged in two turns.
+# Pages of a piece of a split list. A block-scaled page takes 2.6 us; 16 pieces are merged in two
+# turns.
 THRESHOLDS = SplitThresholds(part=4, short=2)
 
 
 def refuse(call: MlaDecodeCall) -> None:
-    """Raises `Refusal`, with the reason, where the kernel does not serve these shapes."""
+    """Raises `Refusal`, with the reason, if the kernel does not serve these shapes."""
     kv_cache, kv_lora_rank = call.kv_cache, call.kv_lora_rank
     latents = call.format
     if kv_lora_rank != RANK or call.head_dim != RANK + ROPE:
@@ -97,17 +97,18 @@ def mla_sparse_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[Any, ...]:
-    """`call`'s attention, each token to its list alone: (out [B, S, H, R], lse [B, S, H]), and the
-    arena if the call has one.
+    """Returns `call`'s attention of each token to only its list: (out [B, S, H, R], lse [B, S, H]),
+    and the arena if the call has one.
 
     Args:
         indices: int32 [B, S, K] positions in the row, in any order. Negative ones and those beyond
-            the token's own are left out; one that is there twice counts twice.
-        sinks: float32 [H], a logit of each head that has no value.
-        output_by_tma: as in `mla_decode_mosaic`; None: where no list is cut. There it takes 417 us
+            the token's own are ignored; a position that occurs twice counts twice.
+        sinks: float32 [H], a logit without a value for each head.
+        output_by_tma: As in `mla_decode_mosaic`; None: if no list is split. It then takes 417 us
             instead of 428 (block-scaled), 302 instead of 323 (bfloat16).
-        batch_invariant: lists are cut by B, S and K alone, all in as many equal pieces; of more
-            tokens than blocks none is. Otherwise the place of a token in the batch may decide.
+        batch_invariant: Whether lists are split only by B, S and K, all into the same number of
+            equal pieces; with more tokens than CTAs none is. Otherwise the place of a token in the
+            batch may decide.
     """
     require_hopper(OP, interpret=interpret)
     refuse(call)
@@ -119,8 +120,8 @@ def mla_sparse_mosaic(
     num_sms = INTERPRETED_SMS if interpret else NUM_SMS
     schedule = _schedule(rows, entries // PAGE, tiles, num_sms, batch_invariant)
     whole = not _splits(rows, entries // PAGE, schedule.parts, batch_invariant)
-    # Few tokens are not worth a kernel of XLA's. Of their lists, all as long, the lengths are not
-    # read: any constant will do, but one number for all, which XLA writes by a kernel.
+    # With few tokens an XLA kernel would not pay off. All their lists have one length, which is not
+    # read, so any constant serves, except one number for all, which XLA would write by a kernel.
     seen_by: dict[str, Any] = {"row_lens_ref": call.seq_lens, "row_queries_ref": call.query_lens}
     lengths = jnp.asarray(entries + np.arange(rows, dtype=np.int32) ** 2)
     if whole:
@@ -156,7 +157,7 @@ def mla_sparse_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # row reductions stay inside a warp
-            unsafe_no_auto_barriers=True,  # as in mla_decode
+            unsafe_no_auto_barriers=True,  # as in `mla_decode`
         ),
         interpret=interpret,
         detect_races=detect_races,
@@ -174,7 +175,7 @@ def scratch(
     dtype: Any = jnp.bfloat16,
     batch_invariant: bool = False,
 ) -> ArenaSpec:
-    """What the kernel keeps in the arena, as `jaxattn.mla.scratch` says for `mla_decode`."""
+    """Returns the kernel's arena regions, as `jaxattn.mla.scratch` does for `mla_decode`."""
     rows, tiles = batch * q_len, num_tiles(1, num_heads)
     pages = -(-top_k // PAGE)
     parts = _parts(rows, pages, tiles, NUM_SMS)
@@ -188,23 +189,24 @@ def _in_pages(lists: jax.Array) -> jax.Array:
 
 
 def _visible(call: MlaDecodeCall) -> jax.Array:
-    """int32 [B * S], how many of its row's positions each token may see; 0 for padding."""
+    """Returns int32 [B * S], how many of its row's positions each token may see; 0 for padding."""
     token, most = jnp.arange(call.q_len, dtype=jnp.int32), call.max_pages * call.page_size
     queries: Any = call.q_len if call.query_lens is None else call.query_lens[:, None]
     return visible_keys(call.seq_lens[:, None], queries, token, most).reshape(-1)
 
 
 def _lengths(lists: jax.Array, visible: jax.Array) -> jax.Array:
-    """int32 [rows], each list's entries up to the last one that is attended to: what an indexer
-    chose of few tokens ends early. Where lists are cut their ends take no more time than others, so
-    all count as whole, padding's as well: what is not attended to is not read."""
+    """Returns int32 [rows], the entries of each list up to the last one that is attended to: an
+    indexer's list ends early if the row has few tokens. Where lists are split, early ends would
+    save no time, so all lists count as whole, also those of padding: entries that are not attended
+    to are not read."""
     attended = lists.astype(jnp.uint32) < visible.astype(jnp.uint32)[:, None]
     entry = jnp.arange(1, lists.shape[1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(attended, entry, 0), axis=1)
 
 
 def _of_tokens(call: MlaDecodeCall, lengths: jax.Array, schedule: Schedule) -> MlaDecodeCall:
-    """The call with each token as a row of its own, of so many keys."""
+    """Returns the call with each token as a row of its own, of `lengths` keys."""
     q = call.joined().q
     assert not isinstance(q, tuple)
     return dataclasses.replace(
@@ -219,14 +221,14 @@ def _parts(rows: int, pages: int, tiles: int, num_sms: int) -> int:
 
 
 def _schedule(rows: int, pages: int, tiles: int, num_sms: int, batch_invariant: bool) -> Schedule:
-    """Lists are all as long, so the schedule is a constant of the program."""
+    """Returns the schedule, a constant of the program because all lists have one length."""
     parts = _parts(rows, pages, tiles, num_sms)
     cuts, slots = _cuts(rows, pages, parts, batch_invariant)
     return Schedule(jnp.asarray(cuts), jnp.asarray(slots), None, pages)
 
 
 def _splits(rows: int, pages: int, parts: int, batch_invariant: bool) -> bool:
-    """Whether any list is cut. Where none is, blocks share whole ones without a schedule."""
+    """Whether any list is split. If none is, CTAs share whole lists without a schedule."""
     return bool(_cuts(rows, pages, parts, batch_invariant)[1][1].any())
 
 

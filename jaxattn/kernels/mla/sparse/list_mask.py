@@ -1,4 +1,4 @@
-"""The mask of a token's list: the keys that the token attends to, for the MLA kernel's scores."""
+"""The mask of a token's list, for the MLA kernel's scores: the keys that the token attends to."""
 
 from typing import Any
 
@@ -16,7 +16,8 @@ from jaxattn.kernels.mla.sparse.token_gather import read_page, seen_words
 
 
 class ListMask:
-    """Of 64 entries at a time, from page `start` of the list on: the same for all heads."""
+    """The mask of 64 entries at a time, from page `start` of the list on: the same for all
+    heads."""
 
     def __init__(self, block: Any, row: jax.Array, start: jax.Array):
         self.refs, self.row, self.start = block.refs, row, start
@@ -24,24 +25,24 @@ class ListMask:
         self.visible = block.visible(row)
 
     def of_page(self, i: jax.Array) -> Any:
-        """Its entries, which are on their way; in the interpreter bool [64]."""
+        """The page's entries, whose loads are in flight; in the interpreter bool [64]."""
         page = self.start + i
         if not self.interpret:
             entries = read_page(self.refs.indices_ref, self.row, page)
-            issue_loads(interpret=False)  # before the scores, and not behind them
+            issue_loads(interpret=False)  # issued before the scores, and not after them
             return entries
         positions = self.refs.indices_ref[self.row, pl.ds(page * PAGE, PAGE)]
         return (positions >= 0) & (positions < self.visible)
 
     def told(self, page: Any) -> Any:
-        """Two words of a bit for each entry."""
+        """Two words with a bit for each entry."""
         return page if self.interpret else seen_words(page, self.visible)
 
     def all_seen(self, seen: Any) -> jax.Array:
         return seen.all() if self.interpret else (seen[0] & seen[1]) == -1
 
     def seen(self, seen: Any) -> jax.Array:
-        """bool [64, 64]"""
+        """bool [64, 64], the keys that each row sees."""
         if self.interpret:
             return jnp.broadcast_to(seen, (TILE, PAGE))
         key = tile_iota(1)

@@ -1,12 +1,12 @@
-"""Scattered tokens of a paged cache to shared memory: where they are, and their copies.
+"""Gather of scattered tokens of a paged cache to shared memory: their addresses and copies.
 
-A warp of the warpgroup has 16 of a page's 64 tokens, and copies all of their columns: lane
-8 i + c has the 16 bytes at c of every 128, of the tokens 4 p + i. So eight lanes read a whole line
-of the cache, and write a whole line of shared memory, whose 16-byte chunks are swizzled: chunk c of
-token t is at c ^ (t % 8). TMA would want a copy for each token and 128 bytes, 576 of them a page.
+A warp has 16 of a page's 64 tokens, and copies all of their columns. Lane 8 i + c has the 16 bytes
+at c of every 128, of the tokens 4 p + i. So eight lanes read a whole line of the cache, and write a
+whole line of shared memory. Its 16-byte chunks are swizzled: chunk c of token t is at c ^ (t % 8).
+TMA would need one copy per token and 128 bytes, 576 of them for a page.
 
-`cp.async` copies are a thread's own: it counts them in groups, and says itself when they are there.
-A token that is not attended to becomes zeros, and nothing is read for it.
+`cp.async` copies belong to a thread: it counts them in groups, and must signal their arrival
+itself. A token that is not attended to becomes zeros, and nothing is read for it.
 """
 
 from collections.abc import Sequence
@@ -33,20 +33,20 @@ from jaxattn.kernels.hopper.ptx import (
 
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 CHUNK, LINE, TILE = 16, 128, 1024  # bytes: of a copy, of a token in a tile, of 8 tokens' lines
-# A word a thread: of token 16 w + l % 16 of the page, for lane l of warp w.
+# One word per thread: lane l of warp w has that of token 16 w + l % 16 of the page.
 BY_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 WORDS = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=BY_THREAD)
 WORD = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
 
 def _wide(x: Any, by: int, size: int) -> Any:
-    """A word times a number of elements, in bytes, of 64 bits."""
+    """Returns a word times `by` elements in bytes, with 64 bits."""
     wide = ir.IntegerType.get_signless(64)
     return arith.muli(arith.extui(wide, x), mgpu.c(by * size, wide))
 
 
 def _read(ref: Any, offset: Any) -> Any:
-    """A word of global memory that nobody writes; read here, and not where it is needed."""
+    """Loads a word of read-only global memory here, and not where it is needed."""
     source = pointer(ref, offset)
     return asm("ld.global.nc.b32 $0, [$1];", [i32()], [source], "=r,l,~{memory}")[0]
 
@@ -61,7 +61,7 @@ def _by_thread(x: Any) -> Any:
 
 
 def read_positions(indices_ref: Any, row: jax.Array, page: jax.Array) -> jax.Array:
-    """int32 [128] `BY_THREAD`, the row's entries 64 `page` and on."""
+    """Loads int32 [128] `BY_THREAD`, the row's entries 64 * `page` and on."""
 
     def run(ctx: Any, indices: Any, row: Any, page: Any) -> Any:
         del ctx
@@ -79,13 +79,13 @@ def read_positions(indices_ref: Any, row: jax.Array, page: jax.Array) -> jax.Arr
 def read_tables(
     positions: jax.Array, table_ref: Any, row: jax.Array, visible: jax.Array, *, page_size: int
 ) -> list[jax.Array]:
-    """Two int32 [128] `BY_THREAD`: the page of the cache that each position lies in, on its way,
-    and the position, or -1 where it is not attended to.
+    """Returns two int32 [128] `BY_THREAD`: the page of the cache with each position, whose load is
+    in flight, and the position, or -1 if it is not attended to.
 
     Args:
-        positions: `read_positions`.
-        table_ref: block tables [B, M]; `row` of them.
-        visible: positions from here on are not attended to.
+        positions: The result of `read_positions`.
+        table_ref: Block tables [B, M], of which `row` is read.
+        visible: Positions from here on are not attended to.
     """
 
     def run(ctx: Any, positions: Any, table: Any, row: Any, visible: Any) -> Any:
@@ -107,8 +107,8 @@ def _shift(page_size: int) -> Any:
 
 
 def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
-    """Of a token among all of the cache, of the thread's page and position; negative where it is
-    not attended to. Pages that the cache has not are zeros, as TMA has it."""
+    """Returns the index, among all tokens of the cache, of the thread's page and position; negative
+    if it is not attended to. Pages that the cache does not have become zeros, as with TMA."""
     _, pages, page_size, _ = ir.MemRefType(kv.type).shape
     page, position = (element(x.registers.flat[0], 0) for x in (page, position))
     first = arith.shli(plus(times(single(layer), pages), page), _shift(page_size))
@@ -119,8 +119,9 @@ def _number(kv: Any, page: Any, position: Any, layer: Any) -> Any:
 
 
 def select_words(condition: jax.Array, there: jax.Array, other: jax.Array) -> jax.Array:
-    """One of two int32 [128] `BY_THREAD`, in its place among the reads: behind one that takes the
-    register of `other` or `there` in a loop, both would need a copy, which waits for the read."""
+    """Selects one of two int32 [128] `BY_THREAD`, at its place among the reads. A later select in a
+    loop, taking the register of `other` or `there`, would need a copy of both, which waits for the
+    read."""
 
     code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; selp.b32 $0, $2, $3, p; }"
 
@@ -135,7 +136,7 @@ def select_words(condition: jax.Array, there: jax.Array, other: jax.Array) -> ja
 
 
 def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Array]:
-    """The row's 64 entries of a page, in each warp: lane l has l and 32 + l."""
+    """Loads the row's 64 entries of a page in each warp: lane l has entries l and 32 + l."""
 
     def run(ctx: Any, indices: Any, row: Any, page: Any) -> Any:
         del ctx
@@ -150,7 +151,7 @@ def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Arr
 
 
 def seen_words(entries: list[jax.Array], visible: jax.Array) -> list[jax.Array]:
-    """Of the 64 entries of `read_page` a bit each, whether it is attended to."""
+    """Returns a bit for each of the 64 entries of `read_page`: whether it is attended to."""
 
     def run(ctx: Any, low: Any, high: Any, visible: Any) -> Any:
         del ctx
@@ -172,14 +173,14 @@ def copy_tokens(
     transforms: Sequence[Any],
     first: Any,
 ) -> None:
-    """Begins the copies of some bytes of each token to a place of [64, n] numbers.
+    """Starts the copies of some bytes of each token to a place of [64, n] numbers.
 
     Args:
-        kv_ref: the whole cache [L, N, C, Ds].
-        tokens: `read_tables`.
-        target: as many columns as there are whole lines of 128 bytes.
-        transforms: of it, tiles of 8 tokens and 128 bytes, swizzled.
-        first: of a token's numbers.
+        kv_ref: The whole cache [L, N, C, Ds].
+        tokens: The result of `read_tables`.
+        target: The destination, whose rows are whole lines of 128 bytes.
+        transforms: Those of `target`, tiles of 8 tokens and 128 bytes, swizzled.
+        first: The first number of a token to copy.
     """
 
     def run(
@@ -222,7 +223,7 @@ def copy_tokens(
 def copy_scales(
     kv_ref: Any, tokens: list[jax.Array], layer: jax.Array, target: Any, first: int
 ) -> None:
-    """Begins the copies of 16 bytes of each token, from its byte `first` on, to bytes [64, 16]."""
+    """Starts the copies of 16 bytes of each token, from its byte `first` on, to bytes [64, 16]."""
 
     def run(ctx: Any, kv: Any, page: Any, position: Any, layer: Any, target: Any) -> None:
         del ctx
@@ -254,7 +255,7 @@ def _bytes_of(ref: Any) -> int:
 
 
 def end_group() -> None:
-    """What the thread has begun to copy since the last group is a group."""
+    """Commits the copies that the thread has started since the last group as one group."""
 
     @plgpu.inline_mgpu()
     def end(_: Any) -> None:
@@ -264,7 +265,8 @@ def end_group() -> None:
 
 
 def wait_for_groups(pending: int, *, of_warp: bool) -> None:
-    """All groups of the thread but the last `pending` are there; or those of its warp."""
+    """Waits for all copy groups of the thread except the last `pending`; or for those of its
+    warp."""
 
     @plgpu.inline_mgpu()
     def wait(_: Any) -> None:

@@ -1,9 +1,9 @@
-"""The loads of a list's tokens, in warpgroups 1 and 2: they stand in for those of pages.
+"""The loads of a list's tokens by warpgroups 1 and 2, instead of the loads of pages.
 
-What is called a page is 64 entries of a token's list. Warpgroups 1 and 2 copy the tokens' columns
-to where a page's would be, by `token_gather`. Where a token is takes two reads, one after another:
-of the list, then of the block table. They are a step apart, two and three pages ahead of the
-copies, so that no step waits for them.
+A "page" is 64 entries of a token's list. Warpgroups 1 and 2 copy the tokens' columns by
+`token_gather` to where a page's columns would be. Locating a token takes two dependent reads: of
+the list, then of the block table. They are a step apart, two and three pages ahead of the copies,
+so that no step waits for them.
 """
 
 import functools
@@ -41,7 +41,7 @@ from jaxattn.kernels.mla.sparse.token_gather import (
 
 
 def _chosen(condition: Any, there: Any, other: Any) -> Any:
-    """`there` or `other`, of scalars and of words `BY_THREAD`."""
+    """Selects `there` or `other`, for scalars and for words `BY_THREAD`."""
     if condition is True:
         return there
 
@@ -52,12 +52,12 @@ def _chosen(condition: Any, there: Any, other: Any) -> Any:
 
 
 class TokenLoader(PageLoader):
-    """Where a part's tokens are.
+    """The loader of a part's listed tokens.
 
-    `pages`, which the caller carries: the page before the next (of 16 bits, to load of columns
-    0:128; of FP8, which is stored in shared memory), the next, and the positions of the one after
-    it. A page's numbers are its tokens' (`read_tables`) and 64, all that count; in the
-    interpreter its row instead.
+    The caller carries `pages`: the page before the next, the next page, and the positions of the
+    page after it. The page before the next is, with 16 bits, that of columns 0:128 to load; with
+    FP8, the one that shared memory holds as stored. A page's numbers are its tokens'
+    (`read_tables`) and 64, since all count; in the interpreter its row instead of the tokens'.
     """
 
     block: Any
@@ -89,9 +89,9 @@ class TokenLoader(PageLoader):
         return following, self._positions(following)
 
     def _first(self, count: int) -> tuple[list[Any], Any]:
-        """The part's first pages, and the positions of the one behind them. All of their lists are
-        read before any of their block tables: a block begins with the two reads, one after the
-        other, and not with two for each page."""
+        """Returns the part's first pages, and the positions of the next page. All of their lists
+        are read before any of their block tables: a CTA then begins with two dependent reads, and
+        not with two for each page."""
         places = [self.part.first()]
         for _ in range(count):
             places.append(self._next(places[-1]))
@@ -100,10 +100,11 @@ class TokenLoader(PageLoader):
         return [(at, self._numbers(at, some)) for at, some in found], (places[-1], positions[-1])
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
-        """The same once the next page's copies have begun, or as they are where none have."""
+        """Returns the `pages` after the next page's copies have started, or the same ones if not
+        `goes_on`."""
         before, ahead, (at, positions) = pages[:3]
-        # No select and no branch over what is read here: they would wait for it. Where nothing goes
-        # on the same is read again.
+        # No select and no branch over the words read here: they would wait for the load. If not
+        # `goes_on`, the same words are read again.
         held = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
         before = _chosen(goes_on, self._page_of(ahead), before)
         next_at = _chosen(goes_on, at, ahead[0])
@@ -113,13 +114,13 @@ class TokenLoader(PageLoader):
         return before, ahead, (following, self._positions(following))
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
-        """What is not attended to is zeros."""
+        """Does nothing: tokens that are not attended to are zeros."""
 
     def wait_for_warps(self) -> None:
         warpgroup_barrier(interpret=self.cut.interpret)
 
     def _gather(self, page: Any, target: Any, transforms: Any, first: Any) -> None:
-        """Columns of a page's tokens, whose copies begin."""
+        """Starts the copies of columns of a page's tokens."""
         number, _, (tokens, _) = page
         if not self.cut.interpret:
             copy_tokens(self.part.kv_ref, tokens, self.part.layer, target, transforms, first)
@@ -143,12 +144,12 @@ class TokenLoader(PageLoader):
 
 
 class WideTokenLoader(TokenLoader):
-    """Of 16 bits: copies go to where the products read.
+    """The loader of 16-bit tokens: copies go to where the products read.
 
-    A step begins two groups of copies: the first quarter's, once it was multiplied, and the
-    others'. They are handed over a step later, all of the page before the next one's scores begin,
-    but columns 0:128, which come last in them. `pages` ends with whether the page behind the one
-    that is multiplied exists.
+    A step starts two groups of copies: that of the first quarter, after it was multiplied, and that
+    of the others. They are handed over a step later. All of a page is handed over before the next
+    page's scores begin, except columns 0:128, which come last in the scores. The last entry of
+    `pages` is whether the page after the one that is multiplied exists.
     """
 
     hands_over = True
@@ -202,7 +203,8 @@ class WideTokenLoader(TokenLoader):
         return lambda: plgpu.barrier_arrive(at)
 
     def _others(self, page: jax.Array, *, twice: bool = True) -> list[Callable[[], None]]:
-        """All but the left warpgroup's first quarter; `twice`: but the right one's as well."""
+        """The arrivals of all columns except the left warpgroup's first quarter; without `twice`,
+        also except the right one's."""
 
         def right() -> None:
             if twice:
@@ -213,7 +215,8 @@ class WideTokenLoader(TokenLoader):
         return [self._quarter(1, page), lambda: pl.when(self.is_right)(right)]
 
     def _arrive(self, pending: int, there: jax.Array, each: list[Callable[[], None]]) -> None:
-        """The copies of all groups but the last `pending` are there, for all who read them."""
+        """Waits for all copy groups except the last `pending`, and makes them visible to all
+        readers."""
         interpret = self.cut.interpret
 
         @pl.when(there)
@@ -236,9 +239,10 @@ class WideTokenLoader(TokenLoader):
 
 
 class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
-    """Of FP8: a warp copies the tokens that it widens, as they are stored, and waits for them.
+    """The loader of FP8 tokens: a warp copies the tokens that it widens, as stored, and waits for
+    them.
 
-    A step begins three groups of copies: rope columns, and two quarters. Rope columns of a
+    A step starts three groups of copies: rope columns, and two quarters. Rope columns of a
     block-scaled cache are not widened: they are copied to where the products read them, and handed
     over with the second quarter.
     """
@@ -283,8 +287,9 @@ class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
         self._end_group()
 
     def _wait_for_raw(self, tile: Any, quarter: int | None) -> None:
-        """Begun since, of the other quarter and rope columns; the latter are to be there, too, when
-        the second quarter is."""
+        """Waits for a quarter, except for the groups started since: those of the other quarter and
+        of the rope columns. Block-scaled rope columns must also have arrived with the second
+        quarter."""
         del tile
         if not self.cut.interpret:
             pending = 1 if self.rope_in_place and quarter == 1 else 2

@@ -1,11 +1,11 @@
-"""The gradient of the experts' SwiGLU, of rows that each have a token's weight.
+"""The gradient of the experts' SwiGLU, for rows that each have a token's weight.
 
     h = silu(gate) up
     hidden = share h                    what down's gradient reads
     of_gate, of_up = share of_h d h     of_h is the gradient of h where all weights are 1
     of_share = sum of_h h               of a row
 
-A block has a few rows, and reads all of them before it writes. XLA has two kernels, which both read
+A CTA has a few rows, and reads all of them before it writes. XLA takes two kernels, which both read
 everything.
 
 Limits: I a multiple of 128, rows a multiple of 4. Reference: `through_activation` of launch.py;
@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
-TOGETHER, THREADS = 4, 128  # most rows of a block, and its threads
-MOST_NUMBERS = 12288  # of each array that a block's registers have room for
+TOGETHER, THREADS = 4, 128  # most rows of a CTA, and its threads
+MOST_NUMBERS = 12288  # of each array that fit in a CTA's registers
 
 
 def swiglu_serves(rows: int, width: int) -> bool:
@@ -38,13 +38,14 @@ def rows_of_a_block(width: int) -> int:
 def swiglu_gradient(
     of_h: jax.Array, saved: jax.Array, shares: jax.Array, taken: jax.Array, **modes: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(of gate and up [R, 2 I], hidden [R, I], both in saved's dtype, of_share float32 [R]).
+    """Returns (of gate and up [R, 2 I], hidden [R, I], both in saved's dtype, of_share float32
+    [R]).
 
     Args:
         of_h: [R, I].
-        saved: gate and up, [R, 2 I].
+        saved: Gate and up, [R, 2 I].
         shares: float32 [R].
-        taken: whether a row is a token's; the others get zeros, whatever they have.
+        taken: Whether a row belongs to a token; the other rows get zeros, whatever they contain.
     """
     rows, width = of_h.shape
     out = launch(
@@ -60,7 +61,7 @@ def swiglu_gradient(
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
-            unsafe_no_auto_barriers=True,  # a sum has its own; else no thread reads another's
+            unsafe_no_auto_barriers=True,  # a sum has its own; otherwise threads share no data
         ),
         **modes,
     )  # fmt: skip
@@ -87,7 +88,7 @@ def gradient_of_rows(
     for row, numbers in zip(rows, read_now, strict=True):
         share, is_taken = shares[row], taken[row] != 0
         there = lax.broadcast_in_dim(is_taken, (width,), ())
-        # A select: a row of padding may meet NaN.
+        # A select, and not a product: a row of padding may contain NaN.
         given, gate, up = (
             lax.select_n(there, jnp.zeros_like(each), each).astype(jnp.float32) for each in numbers
         )

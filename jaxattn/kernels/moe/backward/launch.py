@@ -1,5 +1,5 @@
-"""`mixture_of_experts` with its gradient on a Hopper GPU: a forward that keeps what the backward
-needs, and the backward.
+"""`mixture_of_experts` with its gradient on a Hopper GPU: a forward pass that saves residuals, and
+the backward pass.
 
     forward    gate_up keeps gate x and up x of each (token, expert) pair beside h; down; the sum
     backward   dh = dout down                     the forward's kernel with transposed weights
@@ -7,14 +7,14 @@ needs, and the backward.
                dx = [d gate, d up] gate_up        the forward's kernel with transposed weights
                d down, d gate_up                  weight_gradient.py
 
-Between the products lie the rows of the pairs, sorted by expert, 64 of which are a step of the
-weights' gradients. Rows of padding are 0 in all that the backward adds up. Each sum has a fixed
+The intermediate arrays have one row per pair, sorted by expert; 64 rows are a step of the weights'
+gradients. Rows of padding are 0 in everything that the backward pass adds up. Each sum has a fixed
 order: gradients have the same bits each time.
 
-A token's weight meets dh, and not the product with `down`, so that its gradient is dh h of a row:
-the outputs of the experts are not kept.
+A token's weight multiplies dh, and not the product with `down`, so that its gradient is dh h of a
+row: the outputs of the experts are not saved.
 
-Limits: of launch.py, without FP8 weights. Reference: `jaxattn.ops.moe.experts`
+Limits: those of launch.py, without FP8 weights. Reference: `jaxattn.ops.moe.experts`
 (implementation="xla"); tests: tests/kernels/moe/test_gradient.py.
 """
 
@@ -45,7 +45,7 @@ from jaxattn.kernels.moe.tile_config import (
     panel,
 )
 
-# What `jax.checkpoint` can keep by name (`jax.checkpoint_policies.save_only_these_names`).
+# The name by which `jax.checkpoint` can save it (`jax.checkpoint_policies.save_only_these_names`).
 SAVED_NAME = "moe_gate_up"
 
 
@@ -53,9 +53,9 @@ class ExpertRows(NamedTuple):
     """The rows of the pairs (token, expert), sorted by expert.
 
     Attributes:
-        work: the list of tiles; an expert's rows begin at a multiple of 64.
-        pairs: int32 [R], each row's pair t * K + k, -1 of padding.
-        starts, steps: int32 [E], each expert's first row, and how many times 64 rows it has.
+        work: The list of tiles; an expert's rows begin at a multiple of 64.
+        pairs: int32 [R], each row's pair t * K + k, -1 for padding.
+        starts, steps: int32 [E], each expert's first row, and its number of steps of 64 rows.
     """
 
     work: TokenAlignment
@@ -65,18 +65,19 @@ class ExpertRows(NamedTuple):
 
 
 class ExpertOperands(NamedTuple):
-    """What the op is differentiated with respect to; or the gradients of it, in the same dtypes."""
+    """The differentiable operands of the op; or their gradients, in the same dtypes."""
 
     x: jax.Array
     weights: jax.Array
-    gate_up: jax.Array  # a stack, as the rest
+    gate_up: jax.Array  # a stack, as the others
     down: jax.Array
     gate_up_bias: jax.Array | None
     down_bias: jax.Array | None
 
 
 class ExpertResiduals(NamedTuple):
-    """What the forward keeps: of each row its token [R, F], and gate x and up x, [R, 2 I]."""
+    """The residuals of the forward pass: for each row its token [R, F], and gate x and up x,
+    [R, 2 I]."""
 
     operands: ExpertOperands
     layer: jax.Array
@@ -95,7 +96,8 @@ def forward_with_residuals(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, ExpertResiduals]:
-    """`mixture_of_experts_mosaic` of stacks, to the bit, and what its gradient needs."""
+    """Returns `mixture_of_experts_mosaic` of stacks, with the same bits, and the residuals of its
+    gradient."""
     refuse(operands.x, operands.gate_up, interpret=interpret)
     if operands.gate_up.dtype == FP8:
         raise Refusal(f"{OP}: the kernels have no gradient of FP8 weights")
@@ -112,8 +114,8 @@ def forward_with_residuals(
     gathered = tokens_in_rows(x.astype(dtype), rows.pairs, ids.shape[1], **modes)
     count, wide = len(rows.pairs), output_columns(features)
     h_at, y_at = PanelMatrix(0, count, width), PanelMatrix(0, count, panel(wide))
-    # New arrays, and not references: in a scan, JAX 0.11.2 takes what is written to a reference
-    # for known before the loop.
+    # New arrays, and not refs: in a scan, JAX 0.11.2 treats what is written to a ref as known
+    # before the loop.
     shape = jax.ShapeDtypeStruct
     both = grouped_product(
         gathered, gate_up, None, gate_up_bias, rows.work, shape((count, width), dtype),
@@ -155,14 +157,15 @@ def gradients(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> ExpertOperands:
-    """Of a sum whose gradient with respect to the output [T, F] is `cotangent`."""
+    """Returns the gradients of a sum whose gradient with respect to the output [T, F] is
+    `cotangent`."""
     kept, cotangent = without_gradient(OP, (kept, cotangent))
     modes = {"interpret": interpret, "detect_races": detect_races}
     return ExpertBackward(kept, affine, modes).gradients(cotangent, activation or swiglu)
 
 
 class ExpertBackward:
-    """The backward pass, of a forward's residuals."""
+    """The backward pass for the residuals of a forward pass."""
 
     def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], modes: dict[str, Any]):
         self.kept, self.affine, self.modes = kept, affine, modes
@@ -203,9 +206,10 @@ class ExpertBackward:
     def product(
         self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
     ) -> jax.Array:
-        """Rows times the weights' own [out, in], and not their transposes as in the forward."""
+        """Multiplies rows by the weights [out, in] themselves; the forward multiplies by their
+        transposes."""
         depth, height = stack.shape[-2:]
-        panels = -(-height // at.width)  # the last may be part of one
+        panels = -(-height // at.width)  # the last one may be partial
         return grouped_product(
             operand, stack, None, None, self.rows.work,
             jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
@@ -221,7 +225,7 @@ class ExpertBackward:
         )  # fmt: skip
 
     def summed_up(self, of_gates: jax.Array) -> jax.Array:
-        """The gradient of x [T, F], in its dtype. Experts are added in the order of ids."""
+        """Returns the gradient of x [T, F], in its dtype. Experts are added in the order of ids."""
         x, weights = self.operands.x, self.operands.weights
         features = x.shape[1]
         dtype = x.dtype if x.dtype.itemsize <= 4 else jnp.float32  # kernels have no float64
@@ -233,18 +237,18 @@ class ExpertBackward:
         ).astype(x.dtype)  # fmt: skip
 
     def of_weights(self, of_shares: jax.Array) -> jax.Array:
-        """[T, K] of each row's; 0 for an id that is no expert's."""
+        """Returns [T, K] from the rows' gradients; 0 for an id that is not an expert's."""
         places = self.rows.work.positions.reshape(self.operands.weights.shape)
         return jnp.where(places >= 0, of_shares[jnp.maximum(places, 0)], 0)
 
     @property
     def members(self) -> jax.Array:
-        """[R, E], whether a row is an expert's."""
+        """[R, E], whether a row belongs to an expert."""
         places, ends = jnp.arange(self.count)[:, None], self.rows.steps * DEPTH
         return (places >= self.rows.starts) & (places < self.rows.starts + ends)
 
     def sums(self, of_rows: jax.Array, shares: jax.Array | None = None) -> jax.Array:
-        """[E, N]: of each expert's rows, by a product, as its order is fixed."""
+        """Returns [E, N], the sum of each expert's rows, by a product, whose order is fixed."""
         factors = self.members if shares is None else self.members * shares[:, None]
         return jnp.einsum(
             "re,rj->ej", factors.astype(jnp.float32), of_rows.astype(jnp.float32),
@@ -252,7 +256,7 @@ class ExpertBackward:
         )  # fmt: skip
 
     def met_bias(self, of_out: jax.Array, down_bias: jax.Array) -> jax.Array:
-        """[R]: what down's bias has in the gradients of the tokens' weights."""
+        """Returns [R], the contribution of down's bias to the gradients of the tokens' weights."""
         bias = down_bias[self.number].astype(jnp.float32)[jnp.argmax(self.members, axis=1)]
         return jnp.where(self.taken, (of_out.astype(jnp.float32) * bias).sum(1), 0)
 
@@ -261,7 +265,7 @@ class ExpertBackward:
         return self.affine[0] * self.kept.layer[0] + self.affine[1]
 
     def stacked(self, gradient: jax.Array, stack: jax.Array) -> jax.Array:
-        """That of a stack of layers, of which the others' is 0."""
+        """Returns the gradient of a stack of layers, in which the other layers' is 0."""
         gradient = gradient.astype(stack.dtype)
         if len(stack) == 1:
             return gradient[None]
@@ -269,7 +273,7 @@ class ExpertBackward:
 
 
 def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
-    """The rows of `ids` [T, K], and the list of tiles of `columns` rows."""
+    """Returns the rows of `ids` [T, K], and the list of tiles of `columns` rows."""
     work = align_tokens(ids, experts, columns, DEPTH)
     tokens, top_k = ids.shape
     count = padded_rows(tokens, top_k, experts, columns, DEPTH)
@@ -284,7 +288,7 @@ def rows_of(ids: jax.Array, experts: int, columns: int) -> ExpertRows:
 
 
 def product_config(rows: int, depth: int) -> GemmTileConfig:
-    """The largest tile of weights that divides them."""
+    """Returns the largest tile of weights that divides these sizes."""
     for consumers, parts in ((2, 2), (2, 1)):
         if rows % (consumers * parts * ROWS) == 0:
             return GemmTileConfig(consumers=consumers, parts=parts, depth=ROWS)
@@ -298,8 +302,9 @@ def through_activation(
     taken: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of gate and up [R, 2 I], h times the token's weight [R, I], both rounded, and
-    the weights' gradients [R]. Args: `inner` is the gradient of h where all weights were 1."""
+    """Returns the gradients of gate and up [R, 2 I], h times the token's weight [R, I], both
+    rounded, and the weights' gradients [R]. Args: `inner` is the gradient of h if all weights were
+    1."""
     gate, up = jnp.split(saved.astype(jnp.float32), 2, axis=1)
     inner = inner.astype(jnp.float32)
     h, pullback = jax.vjp(activation, gate, up)

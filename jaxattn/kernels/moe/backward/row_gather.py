@@ -1,7 +1,7 @@
-"""Tokens in the rows of their pairs (token, expert), and zeros in rows of padding.
+"""A gather of tokens into the rows of their pairs (token, expert), with zeros in rows of padding.
 
-A block copies a few rows, and reads all of them before it writes. Reads come from L2, in which the
-tokens lie. Of 89,984 rows of 2,048 numbers it takes 140 us, and XLA's gather 181 (H200).
+A CTA copies a few rows, and reads all of them before it writes. Reads come from L2, which holds the
+tokens. For 89,984 rows of 2,048 numbers it takes 140 us, and XLA's gather 181 (H200).
 
 Limits: F a multiple of 128; XLA gathers the rest. Tests: tests/kernels/moe/test_gradient.py.
 """
@@ -17,11 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, windows
 
-TOGETHER = 4  # rows of a block
+TOGETHER = 4  # rows of a CTA
 
 
 def tokens_in_rows(x: jax.Array, pairs: jax.Array, top_k: int, **modes: Any) -> jax.Array:
-    """[R, F]: x [T, F] of each row's pair t * top_k + k, and 0 where the pair is below 0."""
+    """Returns [R, F]: the token of x [T, F] of each row's pair t * top_k + k, and 0 where the pair
+    is negative."""
     rows, features = len(pairs), x.shape[1]
     if features % PAIRS or rows % TOGETHER:
         token = jnp.maximum(pairs, 0) // top_k
@@ -46,7 +47,7 @@ def copy_rows(top_k: int, x: Any, pairs: Any, rows: Any) -> None:
         pair = pairs[first + row]
         token = lax.div(jnp.maximum(pair, 0), jnp.int32(top_k))
         numbers = plgpu.load(x.at[token], layout=layout, optimized=False)
-        # A select: a row of padding may meet NaN.
+        # A select, and not a product: a row of padding may contain NaN.
         found.append(
             lax.select_n(
                 lax.broadcast_in_dim(pair >= 0, (features,), ()), jnp.zeros_like(numbers), numbers

@@ -1,15 +1,16 @@
-"""Gradients of the experts' weights: of each expert, the outer products of its rows, summed.
+"""Gradients of the experts' weights: for each expert, the sum of the outer products of its rows.
 
     gradient_e [M, N] = sum over rows r of expert e: left[r]^T right[r]
 
 Rows are sorted by expert; each expert's begin at a multiple of 64, and rows of padding are 0 in
 both operands. The sum is ragged: an expert takes as many steps of 64 rows as it has, and one
-without rows gets exact zeros. One block adds up a tile from its first row to its last, so the order
+without rows gets exact zeros. One CTA adds up a tile from its first row to its last, so the order
 of a sum is fixed.
 
-A block of each multiprocessor walks over tiles of the experts, as in grouped_gemm.py: its last
-warpgroup issues the TMA copies into a ring of stages, and one or two others multiply, each its own
-64 rows of `parts` tiles. Both operands lie with the summed axis outermost; wgmma takes them so.
+As in grouped_gemm.py, one persistent CTA per multiprocessor processes tiles of the experts. Its
+last warpgroup issues the TMA copies into a ring of stages, and one or two consumers multiply, each
+its own 64 rows of `parts` tiles. Both operands have the summed axis outermost, a layout that wgmma
+accepts.
 
 Limits: M and N multiples of 64; bfloat16 or float16.
 Reference and tests: `jaxattn.ops.moe.experts` (implementation="xla"),
@@ -31,19 +32,19 @@ from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.tile_config import BARRIER_BYTES, MOST_STAGES, ROWS
 
-DEPTH = 64  # rows that a step adds up, and a multiple of which an expert's rows begin at
+DEPTH = 64  # rows of a step; an expert's rows begin at a multiple of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGradientTileConfig:
-    """How the gradient of an expert's weights is cut into tiles.
+    """The tiling of the gradient of an expert's weights.
 
     Attributes:
-        consumers: warpgroups that multiply, each its own rows of the tile: 1 or 2.
-        parts: tiles of 64 rows that each of them has.
-        columns: of the tile.
-        stages: of the ring; None: all that fit.
-        blocks: that work at a time.
+        consumers: Consumer warpgroups, each with its own rows of the tile: 1 or 2.
+        parts: Tiles of 64 rows per consumer.
+        columns: Columns of the tile.
+        stages: Stages of the ring; None: all that fit.
+        blocks: Concurrent CTAs.
     """
 
     consumers: int
@@ -57,7 +58,7 @@ class WeightGradientTileConfig:
         return self.consumers * self.parts * ROWS
 
     def stages_of(self, itemsize: int) -> int:
-        """Stages asked for, or all that shared memory has room for."""
+        """Returns the requested stages, or all that fit in shared memory."""
         if self.stages is not None:
             return self.stages
         stage = (self.rows + self.columns) * DEPTH * itemsize
@@ -67,7 +68,7 @@ class WeightGradientTileConfig:
 
 
 def tile_config_of(rows: int, columns: int) -> WeightGradientTileConfig:
-    """The largest tile that divides a gradient of these sizes."""
+    """Returns the largest tile that divides a gradient of these sizes."""
     for consumers, parts, width in ((2, 2, 128), (2, 1, 256), (2, 1, 128), (1, 2, 128)):
         if rows % (consumers * parts * ROWS) == 0 and columns % width == 0:
             return WeightGradientTileConfig(consumers=consumers, parts=parts, columns=width)
@@ -85,13 +86,13 @@ def weight_gradient(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """[E, M, N] in the operands' dtype.
+    """Returns [E, M, N] in the operands' dtype.
 
     Args:
         left: [R, M].
         right: [R, N].
         starts: int32 [E], the first row of each expert, a multiple of 64.
-        steps: int32 [E], how many times 64 rows it has.
+        steps: int32 [E], the number of each expert's steps of 64 rows.
     """
     experts, height, width = starts.size, left.shape[1], right.shape[1]
     config = config or tile_config_of(height, width)
@@ -136,10 +137,10 @@ def weight_gradient(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGradientCut:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        down, across: tiles of an expert's gradient, one below the other and side by side.
+        down, across: Tiles of an expert's gradient, one below the other and side by side.
     """
 
     config: WeightGradientTileConfig
@@ -161,7 +162,7 @@ class WeightGradientCut:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightGradientRefs:
-    """What a block works on: operands, then its shared memory and barriers."""
+    """The refs of a CTA: operands, then its shared memory and barriers."""
 
     left: Any
     right: Any
@@ -171,22 +172,22 @@ class WeightGradientRefs:
     left_smem: Any  # [stage, tile of 64 columns, DEPTH, 64]
     right_smem: Any  # [stage, DEPTH, N]
     out_smem: Any  # [warpgroup, 64, N]
-    loaded: Any  # of each stage
-    read: Any  # by every warpgroup that multiplies
+    loaded: Any  # full barriers
+    read: Any  # empty barriers, arrived at by every consumer
 
 
 class WeightGradientTile(NamedTuple):
-    """What a block does next."""
+    """The next tile of a CTA."""
 
     expert: jax.Array
     row: jax.Array  # of the gradient
     column: jax.Array
-    start: jax.Array  # of the expert's rows
+    start: jax.Array  # first of the expert's rows
     steps: jax.Array
 
 
 class WeightGradientCta:
-    """A block's tiles: its last warpgroup loads, the others multiply and store."""
+    """A CTA that processes tiles: its last warpgroup loads, the others multiply and store."""
 
     def __init__(self, cut: WeightGradientCut, refs: WeightGradientRefs):
         self.cut, self.refs = cut, refs
@@ -200,7 +201,7 @@ class WeightGradientCta:
         pl.when(self.wg < consumers)(self.multiply)
 
     def item(self, i: Any) -> WeightGradientTile:
-        """The block's i-th, of which it may have none: then any."""
+        """Returns the CTA's i-th tile; any tile if there are fewer."""
         cut = self.cut
         number = jnp.minimum(self.block + i * self.blocks, cut.items - 1)
         expert = lax.div(number, cut.down * cut.across)
@@ -215,8 +216,8 @@ class WeightGradientCta:
         )
 
     def each(self, function: Any) -> jax.Array:
-        """`function(item, steps before it)` for each item, the next one's numbers read ahead; the
-        steps of all."""
+        """Calls `function(item, steps before it)` for each item, with the next item's indices
+        loaded ahead. Returns the total number of steps."""
 
         def one(i: Any, carry: Any) -> Any:
             done, now = carry
@@ -227,7 +228,8 @@ class WeightGradientCta:
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
     def load(self) -> None:
-        """The copying warpgroup: steps of 64 rows into the ring, as its stages become free."""
+        """Loads steps of 64 rows into the ring, as its stages become free, in the producer
+        warpgroup."""
         stages, read = self.cut.stages, self.refs.read
         if self.cut.many_registers:
             plgpu.set_max_registers(40, action="decrease")
@@ -254,7 +256,7 @@ class WeightGradientCta:
             plgpu.copy_gmem_to_smem(refs.right.at[rows, some], refs.right_smem.at[slot], there)
 
     def multiply(self) -> None:
-        """A multiplying warpgroup: its rows of each tile."""
+        """Computes a consumer warpgroup's rows of each tile."""
         if self.cut.many_registers:
             plgpu.set_max_registers(232, action="increase")
         self.each(self._multiply_item)
@@ -272,7 +274,7 @@ class WeightGradientCta:
             plgpu.copy_smem_to_gmem(out.at[self.wg], to)
 
     def _sums(self, now: WeightGradientTile, done: jax.Array) -> list[jax.Array]:
-        """Of each part, over all rows of the expert."""
+        """Returns each part's sums over all rows of the expert."""
         cut, refs, parts = self.cut, self.refs, self.cut.config.parts
 
         def accumulate(*accs: Any) -> list[jax.Array]:
@@ -283,7 +285,7 @@ class WeightGradientCta:
                 for part, acc in enumerate(accs):
                     tile = refs.left_smem.at[slot, self.wg * parts + part]
                     plgpu.wgmma(acc, tile.transpose((1, 0)), refs.right_smem.at[slot])
-                plgpu.wgmma_wait(parts)  # all but this step's are done
+                plgpu.wgmma_wait(parts)  # all wgmmas except this step's are done
 
                 @pl.when(s > 0)
                 def _before():

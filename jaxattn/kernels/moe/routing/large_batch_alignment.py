@@ -1,7 +1,7 @@
-"""Permutation of many tokens into the order of experts, with the list of work, in three launches.
+"""Permutation of many tokens into the order of experts, with the work list, in three launches.
 
 XLA sorts, scatters and gathers for it, in a dozen kernels: 115 us of a layer of DeepSeek-V2-Lite at
-2,048 tokens (H200). The pairs (token, expert) lie in segments, one for each block:
+2,048 tokens (H200). The pairs (token, expert) are divided into segments, one per CTA:
 
     moe_count      counts each segment's pairs of each expert
     moe_place      gives each pair its row, and writes the tiles
@@ -11,8 +11,8 @@ XLA sorts, scatters and gathers for it, in a dozen kernels: 115 us of a layer of
     row of a pair        the first row of its expert, the expert's pairs in earlier segments, and
                          its rank
 
-The list is `jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s. Rows without a token are
-not written; they are read, and nobody uses them.
+The list is that of `jaxattn.kernels.moe.routing.token_alignment.align_tokens`. Rows without a token
+are not written; they are read, but nobody uses them.
 
 Limits: F a multiple of 128. Tests: tests/kernels/moe/test_token_alignment.py.
 """
@@ -46,13 +46,13 @@ from jaxattn.kernels.moe.routing.token_alignment import (
 )
 from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
-FEW_SEGMENTS = 128  # so many or less, where their pairs are not more than WIDEST
+FEW_SEGMENTS = 128  # at most this many, if their pairs are at most WIDEST
 SEGMENTS = (256, 512)  # pairs of a segment
-TOGETHER = 8  # loads and comparisons in a turn of a loop
+TOGETHER = 8  # loads and comparisons per iteration of a loop
 
 
 def supports_permutation(tokens: int, top_k: int, features: int) -> bool:
-    """Whether there are too many pairs for one launch, and threads for a token's numbers."""
+    """Whether there are too many pairs for one launch, and enough threads for a token's numbers."""
     return tokens * top_k > MOST_PAIRS and features % THREADS == 0
 
 
@@ -65,9 +65,9 @@ def permute_tokens(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
-    """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
+    """Returns the list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
-    An id that is no expert's has no work.
+    An id that is not an expert's has no work.
     """
     tokens, top_k = ids.shape
     pairs = tokens * top_k
@@ -123,12 +123,12 @@ def permute_tokens(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PermutationConfig:
-    """What is known of the launches when they are traced.
+    """The static properties of the launches, known when they are traced.
 
     Attributes:
-        segment: pairs of a segment, a multiple of the threads.
-        columns: most rows of a tile.
-        tiles: most tiles that there may be.
+        segment: Pairs of a segment, a multiple of the threads.
+        columns: The most rows of a tile.
+        tiles: The most tiles.
     """
 
     segment: int
@@ -144,11 +144,11 @@ class PermutationConfig:
 
     @property
     def width(self) -> int:
-        """Experts, rounded up to the threads."""
+        """The number of experts, rounded up to the threads."""
         return -(-self.experts // THREADS) * THREADS
 
     def experts_of(self, ids: Any) -> jax.Array:
-        """The experts of this block's pairs, `experts` for none."""
+        """Returns the experts of this CTA's pairs, `experts` for none."""
         first = pl.multiple_of(lax.axis_index("block") * self.segment, self.segment)
         here = ids.at[pl.ds(first, self.segment)]
         given = plgpu.load(here, layout=strided(self.segment), optimized=False)
@@ -159,7 +159,7 @@ class PermutationConfig:
 def count_segment(cut: PermutationConfig, ids: Any, counts: Any, expert: Any, count: Any) -> None:
     """Counts a segment's pairs of each expert."""
     experts, width = cut.experts_of(ids), cut.width
-    if cut.interpret:  # which runs no code of its own
+    if cut.interpret:  # which cannot run inline PTX
         expert[...] = experts
         warpgroup_barrier(interpret=True)
         number = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided(width))
@@ -180,20 +180,20 @@ def count_segment(cut: PermutationConfig, ids: Any, counts: Any, expert: Any, co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementRefs:
-    """What a block works on: operands and results, then its shared memory."""
+    """The refs of a CTA: operands and results, then its shared memory."""
 
     ids: Any
-    counts: Any  # of each segment and expert
+    counts: Any  # per segment and expert
     tiles: Any
     total: Any
     positions: Any
     expert: Any  # of each pair of the segment, `experts` for none
     rows: Any  # of each expert, padded
-    before: Any  # of each expert, pairs in earlier segments
+    before: Any  # per expert, its pairs in earlier segments
 
 
 class PlacementCta:
-    """The rows of a segment's pairs, and the tiles of some experts."""
+    """A CTA that computes the rows of a segment's pairs, and the tiles of some experts."""
 
     def __init__(self, cut: PermutationConfig, refs: PlacementRefs):
         self.cut, self.refs = cut, refs
@@ -224,7 +224,7 @@ class PlacementCta:
             refs.total[0] = jnp.sum(tiles)
 
     def _sums(self) -> tuple[jax.Array, jax.Array]:
-        """Of each expert, pairs of all segments and of those before this one."""
+        """Returns, for each expert, its pairs in all segments and in those before this one."""
         width, segments = self.cut.width, self.cut.segments
 
         def some(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
@@ -247,7 +247,7 @@ class PlacementCta:
         return lax.fori_loop(0, -(-segments // TOGETHER), some, (zero, zero))
 
     def _firsts(self, experts: jax.Array) -> jax.Array:
-        """Of each pair, the row of the segment's first pair of its expert."""
+        """Returns, for each pair, the row of the segment's first pair with its expert."""
         size, refs = self.cut.segment, self.refs
 
         def some(turn: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:

@@ -1,9 +1,9 @@
-"""Sort of some dozens of tokens by expert, with the list of work, in one launch.
+"""Sort of some dozens of tokens by expert, with the work list, in one launch.
 
-XLA takes ten kernels for it, 14 us of a layer on an H200. Here every block counts the pairs (token,
-expert) of each expert, and then does what belongs to a few of the pairs: it copies their tokens to
-their rows, and writes the tiles of experts whose first pair is among them. The list is
-`jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s. Rows without a token are read, and
+XLA takes ten kernels for it, 14 us of a layer on an H200. Here every CTA counts the pairs (token,
+expert) of each expert, and then processes a few of the pairs. It copies their tokens to their rows,
+and writes the tiles of experts whose first pair is among them. The list is that of
+`jaxattn.kernels.moe.routing.token_alignment.align_tokens`. Rows without a token are read, but
 nobody uses them.
 
     rank of a pair       pairs before it with its expert
@@ -40,11 +40,11 @@ from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
 THREADS = 128
 MOST_PAIRS = 1536
-TILES = 2**16  # counts of tiles are times it, beside counts of rows in one number
+TILES = 2**16  # factor of the count of tiles, in one number with the count of rows
 
 
 def supports_sort(tokens: int, top_k: int, features: int) -> bool:
-    """Whether the kernel has threads for so many pairs, and for a token's numbers."""
+    """Whether the kernel has enough threads for the pairs, and for a token's numbers."""
     fits = THREADS <= tokens * top_k <= MOST_PAIRS and copies(features)
     return not tokens_in_place(tokens) and fits
 
@@ -59,9 +59,10 @@ def align_and_sort_tokens(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
-    """The list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
+    """Returns the list for `ids` int32 [T, K], and the tokens x [T, F] in its rows [R, F].
 
-    An id that is no expert's has no work. `blocks` share the pairs; the interpreter takes two.
+    An id that is not an expert's has no work. `blocks` CTAs share the pairs; the interpreter takes
+    two.
     """
     tokens, top_k = ids.shape
     pairs, features = tokens * top_k, x.shape[1]
@@ -100,10 +101,10 @@ def align_and_sort_tokens(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSortConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        columns: most rows of a tile.
+        columns: The most rows of a tile.
     """
 
     pairs: int
@@ -115,18 +116,18 @@ class TokenSortConfig:
 
     @property
     def width(self) -> int:
-        """Pairs, rounded up to the threads."""
+        """The number of pairs, rounded up to the threads."""
         return -(-self.pairs // THREADS) * THREADS
 
     @property
     def experts_width(self) -> int:
-        """Experts, rounded up to the threads."""
+        """The number of experts, rounded up to the threads."""
         return -(-self.experts // THREADS) * THREADS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSortRefs:
-    """What a block works on: operands and results, then its shared memory, of each pair."""
+    """The refs of a CTA: operands and results, then its shared memory, for each pair."""
 
     ids: Any
     x: Any
@@ -139,12 +140,12 @@ class TokenSortRefs:
 
 
 class TokenExpertPair(NamedTuple):
-    """One of a block's pairs.
+    """One of a CTA's pairs.
 
     Attributes:
-        rank: pairs of its expert before it.
-        row, tile: the first of its expert.
-        someone: whether it has an expert.
+        rank: The number of its expert's pairs before it.
+        row, tile: The first row and tile of its expert.
+        someone: Whether it has an expert.
     """
 
     number: jax.Array
@@ -156,7 +157,7 @@ class TokenExpertPair(NamedTuple):
 
 
 class TokenSortCta:
-    """All pairs in vectors, then some of them one by one."""
+    """A CTA that processes all pairs as vectors, then some of them one by one."""
 
     def __init__(self, cut: TokenSortConfig, refs: TokenSortRefs):
         self.cut, self.refs = cut, refs
@@ -174,7 +175,7 @@ class TokenSortCta:
             self._pair(self.number + first, experts, both)
             for first in range(0, cut.pairs, cut.blocks)
         ]
-        tokens = [self._token(pair) for pair in mine]  # all are on their way together
+        tokens = [self._token(pair) for pair in mine]  # all loads in flight together
         for pair, token in zip(mine, tokens, strict=True):
             pl.when(pair.number < cut.pairs)(partial(self._finish, pair, token))
 
@@ -183,11 +184,12 @@ class TokenSortCta:
             refs.total[0] = lax.div(jnp.sum(both), TILES)
 
     def _load(self) -> None:
-        """The experts of all pairs; what is behind the last pair is nobody's."""
+        """Loads the experts of all pairs; places after the last pair have no expert."""
         cut, refs = self.cut, self.refs
         refs.expert[...] = full(cut.experts, cut.width)
         warpgroup_barrier(interpret=cut.interpret)
-        # The last ones are read with some before them, which are written a second time, the same.
+        # The last pairs are read together with earlier ones, which are written a second time, with
+        # the same values.
         firsts = [*range(0, cut.pairs - THREADS, THREADS), cut.pairs - THREADS]
         for first in firsts:
             some = pl.ds(first, THREADS)
@@ -198,10 +200,10 @@ class TokenSortCta:
             warpgroup_barrier(interpret=cut.interpret)
 
     def _count(self, experts: jax.Array) -> None:
-        """How many pairs each expert has."""
+        """Counts each expert's pairs."""
         cut, refs = self.cut, self.refs
         width = cut.experts_width
-        if cut.interpret:  # which runs no code of its own
+        if cut.interpret:  # which cannot run inline PTX
             number = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=strided(width))
             known = number < full(cut.experts, width)
 
@@ -216,8 +218,10 @@ class TokenSortCta:
         warpgroup_barrier(interpret=cut.interpret)
 
     def _pair(self, number: jax.Array, experts: jax.Array, both: jax.Array) -> TokenExpertPair:
-        """Args:
-        both: of each expert its rows, and `TILES` times its tiles.
+        """Returns the CTA's pair `number`.
+
+        Args:
+            both: For each expert its rows, plus `TILES` times its tiles.
         """
         cut = self.cut
         here = jnp.minimum(number, cut.pairs - 1)
@@ -278,7 +282,7 @@ def full(value: Any, width: int) -> jax.Array:
 
 
 def count_each(numbers: jax.Array, counts: Any, most: int) -> None:
-    """Adds 1 to the place of each number below `most` in int32 of shared memory."""
+    """Adds 1 to the place of each number below `most` in int32 shared memory."""
     plgpu.inline_mgpu(arg_types=(strided(numbers.size), plgpu.RefType()))(
         lambda _, numbers, counts: _count_each(numbers, counts, most)
     )(numbers, counts)

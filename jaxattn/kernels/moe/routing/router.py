@@ -1,8 +1,8 @@
 """Top-k routing of tokens to experts in one launch, with a warpgroup for each token.
 
-What surrounds the choice (topk_gating.py) is in the launch too, as each step of it would be one of
-XLA's: the sum of the logits' two halves, the experts that every token takes and their gate, and
-padding. Of one token the list of work is made as well.
+The launch also contains the steps around the gating (topk_gating.py), each of which would be an XLA
+kernel. These are the sum of the logits' two halves, the experts that every token takes and their
+gate, and padding. For one token it also makes the work list.
 
 Limits: E up to 1024 and a multiple of 32. Reference and tests: `jaxattn.ops.moe.routing.route`
 (implementation="xla"), tests/kernels/moe/test_router.py.
@@ -25,14 +25,14 @@ from jaxattn.kernels.moe.routing.topk_gating import TopkGating
 
 MOST_EXPERTS, LEAST = 1024, 32  # a copy is a multiple of 128 bytes
 COPIED = 256  # scores of a TMA copy
-ALIGNED = 4  # logits of 16 bytes, at multiples of which copies begin
+ALIGNED = 4  # logits of 16 bytes; copies begin at multiples of them
 
 
 class RoutedToken(NamedTuple):
-    """The list of work for a token.
+    """The work list for a token.
 
     Attributes:
-        rows: the token, and what is behind it in a tile of 8 rows, if anything is.
+        rows: The token, and the other rows of a tile of 8, if any.
         left: [1] or more: how many of the first tiles have no h yet.
     """
 
@@ -42,7 +42,7 @@ class RoutedToken(NamedTuple):
 
 
 def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
-    """Raises `Refusal` with the reason where the kernel does not serve."""
+    """Raises `Refusal`, with the reason, if the kernel does not serve the call."""
     require_hopper("route", interpret=interpret)
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
         raise Refusal(
@@ -73,15 +73,16 @@ def route_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array, RoutedToken | None]:
-    """(ids int32, weights float32) [T, K + always] of float32 logits; a `Router` has the options.
+    """Returns (ids int32, weights float32) [T, K + always] for float32 logits; a `Router` has the
+    options.
 
     Args:
-        logits: [T, E or more], of which `experts` says E; with `halves` two of them side by side.
-        always: experts E, E + 1 and so on that every token takes, with weight 1.
-        gated: or with the sigmoid of the logit behind the last expert's.
-        layer: the row of a stack of biases [L, E] is `a * layer + b`, `affine` being (a, b).
+        logits: [T, E or more], with E in `experts`; with `halves` two of them side by side.
+        always: The number of experts E, E + 1 and so on that every token takes, with weight 1.
+        gated: Whether their weight is the sigmoid of the logit after the last expert's instead.
+        layer: The row of a stack of biases [L, E] is `a * layer + b`, `affine` being (a, b).
         valid: int32 [T], 0 for padding, whose ids are -1.
-        x: [1, F], where T is 1: the list of work is made too, with this token in its rows.
+        x: [1, F], if T is 1: the work list is then made too, with this token in its rows.
     """
     tokens, columns = logits.shape[0], logits.shape[1] // (1 + halves)
     experts = columns if experts is None else experts
@@ -106,14 +107,14 @@ def route_mosaic(
         **of_list,
     ):  # fmt: skip
         token = lax.axis_index("token")
-        # Asked for before anything waits: each of these reads is as long as the copies.
+        # Loaded before anything waits: each of these reads takes as long as the copies.
         some = True if valid_ref is None else valid_ref[token] != 0
         gate = logits_ref[token, experts] if gated else None
         if gated and halves:
             gate += logits_ref[token, columns + experts]
 
         def load(source: Any, before: int, target: Any) -> None:
-            """Copies come behind what is written over whole vectors, where they leave a rest."""
+            """Copies numbers to `target`; if the copies do not fill it, first zeroes all of it."""
             if experts < choice.width:
                 target[...] = full(jnp.float32(0))
                 plgpu.commit_smem()

@@ -1,11 +1,11 @@
 """Alignment of up to 8 tokens to expert tiles, in one launch: a thread for each (token, expert).
 
-XLA takes half a dozen kernels for it, which is as long as a token's experts take to be read. The
-list is `jaxattn.kernels.moe.routing.token_alignment.align_tokens`'s of tokens that stay where they
-are. Fewer than 8 are copied on the way to where there are 8 rows, as a tile reads so many; no one
-reads what the others become.
+XLA takes half a dozen kernels for it, as long as reading a token's experts takes. The list is that
+of `jaxattn.kernels.moe.routing.token_alignment.align_tokens` for tokens that stay in place. Fewer
+than 8 tokens are copied to an array of 8 rows, because a tile reads 8; nobody reads the results of
+the other rows.
 
-One token's list is made where it was routed (`routing/router.py`), by the same code.
+One token's list is made where it is routed (`routing/router.py`), by the same code.
 
 Limits: 8 tokens, 128 pairs, F at least 128 where tokens are copied. Tests:
 tests/kernels/moe/test_token_alignment.py.
@@ -46,8 +46,8 @@ def copies(features: int) -> bool:
 
 
 def windows(features: int) -> list[tuple[Any, Any]]:
-    """What the threads copy together of a token, and its layout: as many numbers for each, and the
-    last ones, some of which are copied a second time."""
+    """Returns the windows of a token that the threads copy together, and their layouts. Each thread
+    has the same number of elements, and parts of the last window are copied a second time."""
     whole = features // PAIRS * PAIRS
     vector = next(n for n in (8, 4, 2, 1) if whole % (n * PAIRS) == 0)
     found = [(pl.ds(0, whole), plgpu.Layout.WG_STRIDED((whole,), vec_size=vector))]
@@ -65,9 +65,10 @@ def align_small_batch(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[TokenAlignment, jax.Array]:
-    """The list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows; x may have 8 already.
+    """Returns the list for `ids` int32 [T, K], and the tokens x [T, F] in 8 rows; x may have 8
+    already.
 
-    An id that is no expert's has no work.
+    An id that is not an expert's has no work.
     """
     tokens, top_k = ids.shape
     features = x.shape[1]
@@ -95,13 +96,13 @@ def align_small_batch(
 
 
 def alignment_of(out: dict[str, Any]) -> TokenAlignment:
-    """The list among a launch's outputs."""
+    """Returns the list among a launch's outputs."""
     return TokenAlignment(out["tiles"], out["total"], out["positions"], None)
 
 
 @dataclasses.dataclass(frozen=True)
 class SmallBatchAlignment:
-    """A warpgroup's list of work for T tokens that have K experts each."""
+    """A warpgroup's work list for T tokens that have K experts each."""
 
     tokens: int
     top_k: int
@@ -115,7 +116,7 @@ class SmallBatchAlignment:
         return plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
 
     def outputs(self, dtype: Any) -> dict[str, Any]:
-        """Of a launch; without a dtype no rows."""
+        """Returns the outputs of a launch; without a dtype no rows."""
         ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
         rows = None if dtype is None else jax.ShapeDtypeStruct((GROUP, self.features), dtype)
         entries = len((EXPERT, FROM, TO, GROUPS))
@@ -131,7 +132,7 @@ class SmallBatchAlignment:
         return {"first_smem": smem, "slot_smem": smem}
 
     def copy(self, x: Any, rows: Any) -> None:
-        """The tokens to where there are 8 rows."""
+        """Copies the tokens to the array with 8 rows."""
         for t in range(self.tokens):
             for some, layout in windows(self.features):
                 rows.at[t, some][...] = plgpu.load(x.at[t, some], layout=layout, optimized=False)
@@ -152,7 +153,7 @@ class SmallBatchAlignment:
         """Writes the list.
 
         Args:
-            ids: of each token and pair, a number.
+            ids: A number for each token and pair.
         """
         full, pairs = self._full, self.tokens * self.top_k
         pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=self.layout)
@@ -173,7 +174,7 @@ class SmallBatchAlignment:
         first_smem[...] = first
         warpgroup_barrier(interpret=self.interpret)
         firsts = [full(first_smem[p]) for p in range(pairs)]
-        # Its place in the list: how many smaller experts there are.
+        # Its place in the list is the number of smaller experts.
         slot, count = full(0), full(0)
         for expert in firsts:
             slot += jnp.where(expert < mine, full(1), full(0))

@@ -1,10 +1,10 @@
-"""Alignment of tokens to expert tiles: the list of work of the grouped products.
+"""Alignment of tokens to expert tiles: the work list of the grouped products.
 
-Tokens are sorted by expert. An expert's begin at a multiple of 8 rows, so that whole groups of 8
-are stored and none touches a neighbour's. Only experts that somebody chose are in the list.
+Tokens are sorted by expert. An expert's tokens begin at a multiple of 8 rows, so that whole groups
+of 8 are stored and none touches a neighbor's. The list has only experts that some token chose.
 
-Up to 8 tokens stay as they are: an expert multiplies all of them, which costs as much as one, and
-nothing has to be gathered.
+Up to 8 tokens stay in place: an expert multiplies all of them, which costs as much as one, and no
+gather is needed.
 """
 
 from typing import NamedTuple
@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
 
 EXPERT, FROM, TO, GROUPS = range(4)  # rows of `tiles`
-# Up to so many pairs each number is a count of comparisons, which XLA does in one small kernel;
-# sorts, scans and scatters take several.
+# Up to this many pairs each number is a count of comparisons, which XLA computes in one small
+# kernel; sorts, scans and scatters take several.
 COMPARED = 4096
 
 
 class TokenAlignment(NamedTuple):
-    """What the products and the sum have to know. int32.
+    """The work list of the products and the sum. All arrays are int32.
 
     Attributes:
-        tiles: [4, M] for M tiles at least: expert, first row of the tokens, first row of the
-            results, and how many groups of 8 rows there are.
-        total: [1] tiles that there are, the first ones.
+        tiles: [4, M] for at least M tiles: expert, first row of the tokens, first row of the
+            results, and the number of groups of 8 rows.
+        total: [1], the number of tiles that exist, the first ones.
         positions: [T * K] or more: the row of each token's expert among the results, -1 for none.
-        tokens: [R] the token of each row, any where there is none; None where they stay in place.
+        tokens: [R], the token of each row, any where there is none; None if tokens stay in place.
     """
 
     tiles: jax.Array
@@ -38,13 +38,13 @@ class TokenAlignment(NamedTuple):
 
 
 def tokens_in_place(tokens: int) -> bool:
-    """Whether the tokens are multiplied where they are."""
+    """Whether the tokens are multiplied in place."""
     return tokens <= GROUP
 
 
 def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP) -> TokenAlignment:
-    """The list for `ids` [T, K]; an id that is no expert's has no work. An expert's rows begin at a
-    multiple of `group`; of a larger one than 8, few tokens are gathered too."""
+    """Returns the list for `ids` [T, K]; an id that is not an expert's has no work. An expert's
+    rows begin at a multiple of `group`; with a group larger than 8, few tokens are gathered too."""
     tokens, top_k = ids.shape
     in_place = group == GROUP and tokens_in_place(tokens)
     valid = (ids >= 0) & (ids < experts)
@@ -68,7 +68,7 @@ def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP)
     each = -(-counts // columns)
     before = _sums_before(each)
     number = jnp.arange(most_tiles(tokens, top_k, experts, columns), dtype=jnp.int32)
-    # The expert of a tile: as many come before it as end before the tile.
+    # The expert of a tile is the number of experts that end before the tile.
     expert = _count((before + each)[None, :] <= number[:, None])
     expert = jnp.minimum(expert, experts - 1)
     first = (number - before[expert]) * columns
@@ -89,19 +89,19 @@ def _count(there: jax.Array) -> jax.Array:
 
 
 def _sums_before(x: jax.Array) -> jax.Array:
-    """Of each number, the sum of those before it."""
+    """Returns, for each number, the sum of those before it."""
     index = jnp.arange(x.size)
     return jnp.where(index[None, :] < index[:, None], x[None, :], 0).sum(axis=1, dtype=jnp.int32)
 
 
 def _ranks(flat: jax.Array) -> jax.Array:
-    """Of each pair, how many before it have its expert."""
+    """Returns, for each pair, how many pairs before it have its expert."""
     index = jnp.arange(flat.size)
     return _count((flat[None, :] == flat[:, None]) & (index[None, :] < index[:, None]))
 
 
 def _ranks_by_sorting(flat: jax.Array, counts: jax.Array) -> jax.Array:
-    """The same of many pairs; those without an expert get any."""
+    """Returns the same for many pairs; those without an expert get any number."""
     order = jnp.argsort(flat, stable=True)
     before = _sums_before(counts)[jnp.minimum(flat, counts.size - 1)]
     in_order = jnp.arange(flat.size, dtype=jnp.int32) - before[order]

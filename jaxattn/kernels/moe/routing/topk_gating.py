@@ -1,7 +1,7 @@
 """Top-k gating of a token's scores by one warpgroup: its experts and their weights.
 
-XLA sorts all E scores of a token in several kernels. Here the best is taken K times; of equal ones
-the first, as `lax.top_k` does. A token whose scores are NaN gets weights of NaN.
+XLA sorts all E scores of a token in several kernels. Here the best is selected K times; among equal
+ones the first, as in `lax.top_k`. A token whose scores are NaN gets weights of NaN.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ THREADS = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopkGating:
-    """How a token chooses among `experts`; a `Router` has the other options."""
+    """The gating of a token among `experts`; a `Router` has the other options."""
 
     experts: int
     top_k: int
@@ -34,7 +34,7 @@ class TopkGating:
 
     @property
     def width(self) -> int:
-        """Numbers of the vectors: E, rounded up to the threads."""
+        """The size of the vectors: E, rounded up to the threads."""
         return -(-self.experts // THREADS) * THREADS
 
     @property
@@ -45,7 +45,7 @@ class TopkGating:
         return plgpu.layout_cast(lax.broadcast_in_dim(value, (self.width,), []), self.layout)
 
     def scratch(self) -> dict[str, Any]:
-        """What `take` works in."""
+        """The scratch of `take`."""
         scores = plgpu.SMEM((self.width,), jnp.float32)
         return {
             "scores_smem": scores,
@@ -61,11 +61,11 @@ class TopkGating:
         choice_smem: Any,
         ids_smem: Any,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """K experts, best first, and their weights, as numbers.
+        """Returns K experts, best first, and their weights, as scalars.
 
         Args:
-            logits: in `layout`; what is behind the experts may be anything.
-            bias: of the scores that choose.
+            logits: In `layout`; places after the experts may be anything.
+            bias: The bias of the scores for the selection.
         """
         full, nothing = self.full, self.full(jnp.float32(-jnp.inf))
         expert = plgpu.broadcasted_iota(jnp.int32, (self.width,), 0, layout=self.layout)
@@ -75,7 +75,7 @@ class TopkGating:
         if bias is not None:
             choice = scores + bias
         warpgroup_barrier(interpret=self.interpret)
-        scores_smem[...] = scores  # for the weights, which the bias is no part of
+        scores_smem[...] = scores  # for the weights, which exclude the bias
         warpgroup_barrier(interpret=self.interpret)
         choice = jnp.where(inside, choice, nothing)
         if self.top_groups < self.groups:
@@ -91,14 +91,14 @@ class TopkGating:
         return ids, self._weights([scores_smem[place] for place in ids])
 
     def _scores(self, logits: jax.Array) -> jax.Array:
-        """The sigmoid of each logit, or the softmax of all."""
+        """Returns the sigmoid of each logit, or the softmax of all."""
         if self.sigmoid:
             return 1.0 / (1.0 + jnp.exp(-logits))
         scores = jnp.exp(logits - self.full(jnp.max(logits)))
         return scores / self.full(jnp.sum(scores))
 
     def _weights(self, scores: list[jax.Array]) -> list[jax.Array]:
-        """The weights of the chosen experts, from their scores."""
+        """Returns the weights of the chosen experts, from their scores."""
         factor = jnp.float32(self.scale)
         if self.normalize:
             total = sum(scores[1:], scores[0]) + 1e-20
@@ -106,11 +106,11 @@ class TopkGating:
         return [score * factor for score in scores]
 
     def _of_best_groups(self, choice: jax.Array, expert: jax.Array) -> jax.Array:
-        """-inf for experts of other groups than the best `top_groups`.
+        """Returns the scores with -inf for experts outside of the best `top_groups` groups.
 
         Args:
-            choice: of all experts.
-            expert: their numbers.
+            choice: The scores of all experts.
+            expert: Their indices.
         """
         full, size = self.full, self.experts // self.groups
         nothing, nowhere = full(jnp.float32(-jnp.inf)), full(jnp.int32(self.width))
@@ -142,10 +142,11 @@ class TopkGating:
         return kept
 
     def _best_interpreted(self, choice: jax.Array, expert: jax.Array) -> list[jax.Array]:
-        """`warp_topk` in the interpreter, which runs no code of its own: the places of the best."""
+        """Returns the places of the best scores, in the interpreter, which cannot run the PTX of
+        `warp_topk`."""
         full = self.full
         nowhere = full(jnp.int32(self.width))
-        # A NaN is better than any number, and what was taken is no one's to take.
+        # A NaN is better than any number, and a selected score cannot be selected again.
         choice = jnp.where(choice != choice, full(jnp.float32(jnp.inf)), choice)
         untaken, ids = expert, []
         for _ in range(self.top_k):

@@ -1,7 +1,7 @@
-"""The K best of a token's scores, by each warp for itself: no warp waits for another.
+"""The K best of a token's scores, computed by each warp for itself: no warp waits for another.
 
-A lane has every 32nd expert in registers. A score becomes a word that orders as scores do, so that
-the best of a warp's lanes is one instruction, and the lowest expert who has it is another. A NaN is
+A lane has every 32nd expert in registers. A score becomes a word with the same order, so that one
+instruction finds the best of a warp's lanes, and another the lowest expert that has it. A NaN is
 better than any number.
 """
 
@@ -13,7 +13,7 @@ from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import asm, asm_word, i32, load, plus, store, times, word
 
 LANES = 32
-# Of a float's bits: all of them turned where it is negative, else the highest alone.
+# Maps a float's bits: all of them inverted if it is negative, else only the highest.
 ORDERED = (
     "{ .reg .b32 sign; shr.s32 sign, $1, 31; or.b32 sign, sign, 0x80000000; xor.b32 $0, $1, sign; }"
 )
@@ -22,11 +22,11 @@ NOBODY = 0xFFFFFFFF
 
 
 def warp_topk(scores: Any, ids: Any, top_k: int) -> None:
-    """Writes the places of the best scores, the first of equal ones first.
+    """Writes the places of the best scores; equal ones in the order of their places.
 
     Args:
-        scores: float32 [E] of shared memory, a multiple of 32.
-        ids: int32 [K] of shared memory, which every warp writes, the same.
+        scores: float32 [E] in shared memory, a multiple of 32.
+        ids: int32 [K] in shared memory, which every warp writes with the same values.
     """
     plain = plgpu.RefType()
     plgpu.inline_mgpu(arg_types=(plain, plain))(
@@ -65,7 +65,7 @@ def _over_warp(what: str, x: Any) -> Any:
 
 
 def _tree(combine: Any, values: list[Any]) -> Any:
-    """What `combine` makes of all of them, two neighbours at a time."""
+    """Reduces all values by `combine`, two neighbors at a time."""
     while len(values) > 1:
         pairs = zip(values[::2], values[1::2], strict=False)
         values = [*(combine(x, y) for x, y in pairs), *values[len(values) // 2 * 2 :]]

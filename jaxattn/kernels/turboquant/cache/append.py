@@ -1,8 +1,9 @@
-"""Norms, rotation, codes and write of new tokens' heads: a block of a warpgroup per token and head.
+"""Norms, rotation, quantization and write of new tokens' heads: a CTA of one warpgroup per token
+and head.
 
-Norms, rotation by position and the block's division are gqa_append's. A block of a key and a value
-then leaves both in shared memory, and two warps make codes of them (quantization.py). A token's
-bytes are its own: nothing of the page is read.
+Norms, rotation by position and the division into CTAs are those of gqa_append. A CTA with a key and
+a value then puts both in shared memory, and two warps convert them to codes (quantization.py). A
+token owns whole bytes: nothing of the page is read.
 
 Limits: D 64, 128 or 256, H and Hk even where D is 64, any preset and number of tokens.
 Reference: `jaxattn.gqa.turbo_append` (implementation="xla"); tests:
@@ -33,9 +34,10 @@ LINES = 5  # of shared memory: three for the rotation, a key's and a value's
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TurboAppendCta(GqaAppendCta):
-    """
+    """A CTA of the append kernel.
+
     Attributes:
-        form: the cache's format.
+        form: The cache's format.
     """
 
     form: TurboFormat
@@ -69,7 +71,7 @@ class TurboAppendCta(GqaAppendCta):
         )
 
     def _write_head(self, page: Any, at: jax.Array, key: jax.Array, value: jax.Array) -> None:
-        """The interpreter's way: bytes that lie together at a time."""
+        """Writes contiguous bytes at a time, in the interpreter."""
         form, table = self.form, places(self.form)
         slot = pack(form, quantize(form, key[None], value[None]))[0]
         token = lax.rem(at, GROUP)
@@ -77,8 +79,8 @@ class TurboAppendCta(GqaAppendCta):
         ends = np.cumsum([form.key_bytes, form.value_bytes, form.meta_bytes]).tolist()
         kinds = ((8, 2 if form.key_bits == 3 else 4), (4, 1), (1, 2))
         for first, end, (step, run) in zip([0, *ends], ends, kinds, strict=False):
-            # A token's bytes lie behind token 0's by so much for each `step` tokens, and for each
-            # of those between.
+            # The offsets of a token's bytes from token 0's: one for each `step` tokens, and one for
+            # each of those in between.
             large, small = (int(table[n, first] - table[0, first]) for n in (step, 1))
             shift = group + lax.div(token, step) * large + lax.rem(token, step) * small
             for n in range(first, end, run):
@@ -104,7 +106,7 @@ def turbo_append_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxattn.gqa.turbo_append` on a Hopper GPU; arguments are documented there."""
+    """`jaxattn.gqa.turbo_append` on a Hopper GPU, with the same arguments."""
     op = "turbo_append"
     require_hopper(op, interpret=interpret)
     refuse(op, q.shape[2], *k.shape[2:])

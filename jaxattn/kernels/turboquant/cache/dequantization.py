@@ -1,10 +1,11 @@
-"""TurboQuant pages as float16 keys and values: what the kernel that reads prompts multiplies.
+"""Dequantization of TurboQuant pages to float16 keys and values, which the prefill kernel
+multiplies.
 
-A block is a warpgroup with 64 tokens of a KV head. Codes come to registers as in turbo_decode, each
-thread's by the order of the cache; e4m3 numbers become float32, are multiplied, and are stored as
-float16. Keys are rotated back before: rotated ones have so few sizes that many would be rounded to
-float16 alike, and such errors add up in a score. What a row's keys have in common is taken off them
-first. Values come with a token a byte, so that a warp turns blocks of eight by eight round.
+A CTA is a warpgroup with 64 tokens of a KV head. As in turbo_decode, codes are loaded to registers,
+each thread's in the order of the cache. e4m3 numbers become float32, are multiplied, and are stored
+as float16. Keys are rotated back first: rotated keys take so few values that many would be rounded
+to float16 in the same way, and such errors add up in a score. Before that the keys' common part in
+a row is subtracted. Values have one token per byte, so a warp transposes blocks of eight by eight.
 
 Limits: D 64, 128 or 256, any preset, pages of whole 64 tokens.
 Reference: `jaxattn.core.turboquant.code_gather.page_codes`; tests:
@@ -51,17 +52,17 @@ from jaxattn.kernels.turboquant.query_rotation import lane_butterfly
 
 HALF = jnp.dtype(jnp.float16)
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
-# A word of four e4m3 numbers as two of two float16 ones.
+# Converts a word of four e4m3 numbers to two of two float16 ones.
 HALVES = (
     "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; "
     "cvt.rn.f16x2.e4m3x2 $1, high; }"
 )
-SHARING = 4  # lanes that have a token's key, each four dims of every sixteen
+SHARING = 4  # lanes that share a token's key, each four dims of every sixteen
 TURNED = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
 
 
 def takes(page_size: int) -> bool:
-    """Whether pages of so many tokens are whole steps."""
+    """Whether pages of `page_size` tokens are whole steps."""
     return page_size % PAGE == 0
 
 
@@ -76,16 +77,16 @@ def turbo_unpack_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """float16 (keys, values) [B, n C, Hk, D] of pages of codes.
+    """Returns float16 (keys, values) [B, n C, Hk, D] from pages of codes.
 
     Args:
         kv_cache: uint8 [L, N, Hk, C * slot_bytes].
-        pages: int32 [B, n], each row's. One that does not exist gives NaN.
-        held: int32 [2, B]: of a row's tokens here the first, and the one behind the last, that are
-            its own. The others are 0.
+        pages: int32 [B, n], each row's pages. One that does not exist gives NaN.
+        held: int32 [2, B]: the first of the tokens here that belong to a row, and the end
+            (exclusive). The others are 0.
         layer: int32 [1].
-        common: float32 [B, Hk, D], what is taken off each key of a row, or None.
-        form: the cache's format, of pages that `takes` takes.
+        common: float32 [B, Hk, D], subtracted from each key of a row, or None.
+        form: The cache's format, with pages that `takes` accepts.
     """
     require_hopper("turbo_unpack", interpret=interpret)
     (batch, count), kv_heads = pages.shape, kv_cache.shape[2]
@@ -112,7 +113,7 @@ def turbo_unpack_mosaic(
     written = launch(
         body,
         name=f"turbo_unpack_{form.preset}",
-        # One axis, for all but the last have at most 65,535 blocks.
+        # A single axis, because all except the last have at most 65,535 CTAs.
         grid={"block": batch * count * steps * kv_heads},
         inputs={
             "kv_ref": kv_cache,
@@ -136,13 +137,14 @@ def turbo_unpack_mosaic(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantTile:
-    """What a block has.
+    """The tile of a CTA.
 
     Attributes:
-        layer, page, head: where its codes are in the cache, `inside` steps behind the page's start.
-        there: whether the page exists.
-        row, first: where its numbers go, tokens of the row from `first` on.
-        begin, end: the tokens that are the row's own.
+        layer, page, head: The location of its codes in the cache, `inside` steps after the page's
+            start.
+        there: Whether the page exists.
+        row, first: The destination: tokens of the row from `first` on.
+        begin, end: The range of tokens that belong to the row.
     """
 
     layer: Any
@@ -159,7 +161,7 @@ class DequantTile:
 def _plain(
     form: TurboFormat, place: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
 ) -> None:
-    """The interpreter's way."""
+    """Dequantizes in the interpreter."""
     nbytes = PAGE * form.slot_bytes
     some = kv_ref[place.layer, place.page, place.head, pl.ds(place.inside * nbytes, nbytes)]
     slots = ungroup(form, some.reshape(GROUPS, -1)).reshape(PAGE, -1)
@@ -192,7 +194,7 @@ def _write(
 
 
 class GlobalCodeRegisters(WordRegisters):
-    """Of codes in global memory, `begin` bytes behind the beginning of `ref`."""
+    """The registers of codes in global memory, `begin` bytes after the beginning of `ref`."""
 
     def __init__(self, ref: Any, begin: Any):
         super().__init__(ref)
@@ -203,7 +205,7 @@ class GlobalCodeRegisters(WordRegisters):
         return [element(loaded, i) for i in range(count)]
 
     def halves(self, at: Any, fixed: int) -> Any:
-        """A float16 number there, as float32."""
+        """Returns a float16 number there, as float32."""
         one = ir.VectorType.get((1,), ir.F16Type.get())
         return arith.extf(f32(), element(llvm.load(one, self._pointer(at, fixed)), 0))
 
@@ -212,7 +214,7 @@ class GlobalCodeRegisters(WordRegisters):
 
 
 class DequantWriter:
-    """One thread's share of a block."""
+    """One thread's share of a CTA."""
 
     def __init__(
         self, form: TurboFormat, place: DequantTile, kv: Any, k: Any, v: Any, common: Any = None
@@ -245,7 +247,7 @@ class DequantWriter:
         values = value_registers(on, form, self.pitch)
         kinds = form.meta_bytes // 2
         for n in range(GROUPS):
-            # Of a turned block, a lane has two dims of the token that its `g` says.
+            # In a transposed block, a lane has two dims of the token that its `g` selects.
             near = plus(times(on.right(on.g, 1), 4), on.both(on.g, 1), word(GROUP * n))
             for half, token in enumerate((near, plus(near, word(2)))):
                 scale, minimum = (self._number(kinds - i, token) for i in (2, 1))
@@ -259,14 +261,14 @@ class DequantWriter:
                         self._store(self.v, token, dim, some)
 
     def _number(self, kind: int, token: Any) -> Any:
-        """A token's norm, scale or minimum."""
+        """Returns a token's norm, scale or minimum."""
         form, on = self.form, self.on
         first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
         at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
         return self._there(on.halves(at, first))
 
     def _shared(self, dim: Any) -> list[Any]:
-        """Four dims of what the row's keys have in common."""
+        """Returns four dims of the common part of the row's keys."""
         place = self.place
         _, heads, dims = ir.MemRefType(self.common.type).shape
         row = wide_row(place.row, heads, place.head)
@@ -274,12 +276,12 @@ class DequantWriter:
         return load(self.common, arith.muli(offset, mgpu.c(4, long())), 0, 4, f32())
 
     def _there(self, x: Any) -> Any:
-        """NaN where the page does not exist."""
+        """Returns NaN if the page does not exist."""
         exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
         return arith.select(exists, x, number(float("nan")))
 
     def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
-        """Float32 numbers of neighbouring dims, as float16."""
+        """Stores float32 numbers of neighboring dims, as float16."""
         place, half = self.place, ir.F16Type.get()
         _, tokens, heads, dims = ir.MemRefType(ref.type).shape
         at = plus(place.first, token)
@@ -303,12 +305,12 @@ def _wide(x: Any) -> Any:
 
 
 def wide_row(x: Any, count: int, y: Any) -> Any:
-    """x * count + y, of 64 bits."""
+    """Returns x * count + y, with 64 bits."""
     return arith.addi(arith.muli(_wide(x), mgpu.c(count, long())), _wide(y))
 
 
 def halves(codes: Any) -> list[Any]:
-    """Four e4m3 numbers as two words of two float16 ones."""
+    """Returns four e4m3 numbers as two words of two float16 ones."""
     return asm(HALVES, [i32(), i32()], [codes], "=r,=r,r", movable=True)
 
 
@@ -319,7 +321,8 @@ def floats(words: list[Any]) -> list[Any]:
 
 
 def _bounded(x: Any) -> Any:
-    """The largest number of float16 in place of greater finite ones; infinity and NaN stay."""
+    """Returns the largest number of float16 instead of greater finite ones; infinity and NaN
+    stay."""
     low = arith.maximumf(x, number(-LARGEST_F16))
     within = arith.minimumf(low, number(LARGEST_F16))
     sizes = arith.andi(arith.bitcast(i32(), x), word(0x7FFFFFFF))

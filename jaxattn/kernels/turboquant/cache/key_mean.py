@@ -1,8 +1,8 @@
-"""The mean of some of a row's keys, which prefill takes off all of them.
+"""The mean of some of a row's keys, which prefill subtracts from all of them.
 
-A block is a warpgroup with a row's KV head. Its warps take two groups of 16 tokens each, a lane
-the dims that dequantization.py gives it. Tokens are summed up in registers and between lanes, the
-sum is rotated back, and the warps' sums meet in shared memory.
+A CTA is a warpgroup with a row's KV head. Its warps take two groups of 16 tokens each; a lane has
+the same dims as in dequantization.py. Tokens are summed up in registers and between lanes, the sum
+is rotated back, and the warps' sums are added in shared memory.
 
 Limits: D 64, 128 or 256, presets that rotate keys, pages of whole groups.
 Reference: `jaxattn.ops.turboquant.key_mean.common_key`; tests:
@@ -64,16 +64,17 @@ def turbo_common_mosaic(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """float32 [B, Hk, D], as `common_key` has it.
+    """Returns float32 [B, Hk, D], the result of `common_key`.
 
     Args:
         kv_cache: uint8 [L, N, Hk, C * slot_bytes].
         block_tables: int32 [B, M].
-        held: int32 [2, B], a row's first token and the one behind its last, within its table.
+        held: int32 [2, B], a row's first token and the end (exclusive) of its tokens, within its
+            table.
         layer: int32 [1].
-        form: the cache's format.
-        samples: groups, a multiple of 4.
-        most: the largest number of the result.
+        form: The cache's format.
+        samples: The number of groups, a multiple of 4.
+        most: The largest number of the result.
     """
     require_hopper("turbo_common", interpret=interpret)
     (batch, width), kv_heads = block_tables.shape, kv_cache.shape[2]
@@ -94,7 +95,7 @@ def turbo_common_mosaic(
             group = first + lax.div((2 * i + 1) * groups, 2 * samples)
             number = tables_ref[row, jnp.clip(lax.div(group, of_page), 0, width - 1)]
             there = (number >= 0) & (number < kv_cache.shape[1])
-            # Of a page that does not exist, no token is the row's.
+            # On a page that does not exist, no token belongs to the row.
             token = jnp.where(there, group * GROUP, jnp.iinfo(jnp.int32).max - GROUP)
             places += [jnp.where(there, number, 0), lax.rem(group, of_page), token]
         at = jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1)
@@ -135,7 +136,7 @@ def turbo_common_mosaic(
 def _plain(
     form: TurboFormat, most: float, numbers: list[jax.Array], kv_ref: Any, out_ref: Any
 ) -> None:
-    """The interpreter's way."""
+    """Computes the mean in the interpreter."""
     layer, row, head, begin, end, groups, *places = numbers
     nbytes = GROUP * form.slot_bytes
     total, count = jnp.zeros(form.head_dim, jnp.float32), jnp.float32(0)
@@ -167,7 +168,7 @@ def _inline(run: Callable[..., None], numbers: list[jax.Array], *refs: Any) -> N
 
 @dataclasses.dataclass(frozen=True)
 class KeySum:
-    """A warp's sum of its tokens, rotated back, and their number, to shared memory."""
+    """A warp's sum of its tokens, rotated back, and their number, which go to shared memory."""
 
     form: TurboFormat
 
@@ -185,7 +186,7 @@ class KeySum:
             of_all = kv, layer, head, begin, end, all_groups
             total, seen = self._group(*of_all, page, inside, token, total)
             count = arith.addf(count, seen)
-        # Lanes that have the same dims.
+        # Sums over the lanes that have the same dims.
         for distance in (4, 8, 16):
             total = [arith.addf(x, utils.shfl_bfly(x, distance)) for x in total]
         total = [arith.mulf(x, number(dim**-0.5)) for x in lane_butterfly(total, SHARING)]
@@ -198,14 +199,15 @@ class KeySum:
         self, kv: Any, layer: Any, head: Any, begin: Any, end: Any, all_groups: Any, page: Any,
         inside: Any, token: Any, total: list[Any],
     ) -> tuple[list[Any], Any]:  # fmt: skip
-        """The sums with a group of this warp, and how many of all its tokens count."""
+        """Returns the sums with a group of this warp added, and the number of all its tokens that
+        count."""
         form = self.form
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
         at = wide_row(wide_row(layer, pages, page), heads, head)
         at = arith.muli(at, mgpu.c(nbytes, long()))
         inside = arith.extui(long(), times(inside, GROUP * form.slot_bytes))
         on = GlobalCodeRegisters(kv, arith.addi(at, inside))
-        keys = key_registers(on, form, 0)  # a warp has a beginning of its own
+        keys = key_registers(on, form, 0)  # a warp has its own beginning
         least, seen, norms, counting = number(float("inf")), number(0.0), [], []
         for h in range(2):
             own = plus(on.g, word(8 * h))
@@ -226,7 +228,7 @@ class KeySum:
         for distance in (4, 8, 16):
             least = arith.minimumf(least, utils.shfl_bfly(least, distance))
             seen = arith.addf(seen, utils.shfl_bfly(seen, distance))
-        # One that is alone does not count, but where the row has one group.
+        # A single token does not count, unless the row has only one group.
         taken = arith.ori(
             arith.cmpf(arith.CmpFPredicate.OGT, seen, number(1.0)),
             arith.cmpi(arith.CmpIPredicate.eq, all_groups, word(1)),
@@ -251,7 +253,7 @@ def _of_warp(thread: WarpgroupThread, values: tuple[Any, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class KeyMean:
-    """Four neighbouring dims of the mean for each thread, several of which have the same."""
+    """Four neighboring dims of the mean for each thread; several threads have the same dims."""
 
     form: TurboFormat
     most: float

@@ -1,15 +1,16 @@
-"""Codes of a TurboQuant cache to the registers of an FP8 wgmma's left operand, by byte permutes.
+"""Lookup-table dequantization: TurboQuant codes to register operands of an FP8 wgmma, by byte
+permutes.
 
-A register holds four e4m3 numbers: of keys [64 tokens, D], four dims of a token; of values
-[D, 64 tokens], four tokens of a dim. turboquant/slot_layout.py has the order of the codes. Each of
-four nibbles picks a byte of a table of eight, in one PRMT; a sign is or-ed to it. Per number that
-is
+A register holds four e4m3 numbers: for keys [64 tokens, D], four dims of a token; for values
+[D, 64 tokens], four tokens of a dim. The order of the codes is in turboquant/slot_layout.py. One
+PRMT selects a byte of a table of eight for each of four nibbles; a sign is or-ed to it. The
+operations per number, except the PRMTs, are
 
     keys      0 operations of 8 bits, 0.88 of 4, 0.66 of 3
     values    1.13 of 4 bits, 1.63 of 3
 
-Nothing here knows what a word is: on the GPU a register of each thread, in tests an array of all
-128 threads' (`WordOpsProtocol`).
+The code does not depend on the type of a word (`WordOpsProtocol`): on the GPU it is a register of
+each thread, in tests an array of all 128 threads' registers.
 """
 
 from typing import Any, Protocol
@@ -22,8 +23,8 @@ from jaxattn.kernels.attention.split_kv_schedule import PAGE
 
 GROUPS = PAGE // GROUP  # of a step
 SIGNS = 0x80808080
-SIZES = 0x77777777  # of a code beside its sign, or without what it holds of another
-# What three words hold of a fourth, once they are moved to the right by 1, 2 and 3.
+SIZES = 0x77777777  # of a code without its sign, or without another code's bits
+# The bits of a fourth word in three words, after shifting these to the right by 1, 2 and 3.
 SPARE = (0x44444444, 0x22222222, 0x11111111)
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two words, the first one's first
 
@@ -32,9 +33,9 @@ class WordOpsProtocol(Protocol):
     """32-bit words of a warpgroup's threads, and a step's codes in shared memory.
 
     Attributes:
-        warp, g, t: each thread's place: lane 4 g + t of a warp.
+        warp, g, t: Each thread's position: lane 4 g + t of a warp.
 
-    `held` is a constant that stays in a register, for an operand that may be no constant.
+    `held` is a constant that stays in a register, for an operand that cannot be an immediate.
     """
 
     warp: Any
@@ -55,36 +56,37 @@ class WordOpsProtocol(Protocol):
 
 
 def _table(numbers: Any) -> tuple[int, int]:
-    """Eight e4m3 numbers as two words."""
+    """Returns eight e4m3 numbers as two words."""
     low, high = np.asarray(numbers, np.float32).astype(E4M3).view(np.uint32)
     return int(low), int(high)
 
 
 def key_table(bits: int) -> tuple[int, int]:
-    """The sizes of 16 levels, or 8 levels."""
+    """Returns the sizes of 16 levels, or 8 levels."""
     return _table(levels(bits)[8:] if bits == 4 else levels(bits))
 
 
 def value_table(bits: int) -> tuple[int, int]:
-    """A code counted from the middle: its size, or the number itself."""
+    """Returns, for a code counted from the middle, its size, or the number itself."""
     return _table(np.arange(8) + 0.5 if bits == 4 else np.arange(8) - 3.5)
 
 
 def _held(on: WordOpsProtocol, table: tuple[int, int]) -> tuple[Any, Any]:
-    """A table's words. One of a permute's may be a constant."""
+    """Returns a table's words. One operand of a permute may be an immediate."""
     return on.held(table[0]), on.constant(table[1])
 
 
 def middle(bits: int) -> float:
-    """Of the codes of values."""
+    """Returns the middle of the codes of values."""
     return (2**bits - 1) / 2
 
 
 def key_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[Any]:
-    """Of [64 tokens, D]: of 16 dims after 16 dims, those of tokens g and then of 8 + g.
+    """Returns the registers of [64 tokens, D]: for each 16 dims, those of tokens g and then of
+    8 + g.
 
     Args:
-        pitch: bytes from a group of 16 tokens to the next.
+        pitch: Bytes from a group of 16 tokens to the next.
     """
     blocks, bits = form.head_dim // 64, form.key_bits
     lane = on.plus(on.times(on.g, 4), on.t)
@@ -113,7 +115,8 @@ def key_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[An
 
 
 def value_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[Any]:
-    """Of [D, 64 tokens]: of 64 dims after 64, of 16 tokens after 16, the dims g, then 8 + g."""
+    """Returns the registers of [D, 64 tokens]: for each 64 dims and each 16 tokens, the dims g,
+    then 8 + g."""
     blocks, bits = form.head_dim // 64, form.value_bits
     low, high = _held(on, value_table(bits))
     of_group: list[list[tuple[Any, Any]]] = []
@@ -129,7 +132,7 @@ def value_registers(on: WordOpsProtocol, form: TurboFormat, pitch: int) -> list[
 
 
 def _eight(on: WordOpsProtocol, low: Any, high: Any, word: Any) -> tuple[Any, Any]:
-    """The numbers of a word of keys, four and four."""
+    """Returns the numbers of a word of keys, four and four."""
     sizes = on.both(word, SIZES)
     first = on.permute(low, high, sizes)
     second = on.permute(low, high, on.right(sizes, 16))
@@ -140,7 +143,7 @@ def _eight(on: WordOpsProtocol, low: Any, high: Any, word: Any) -> tuple[Any, An
 
 
 def _fourth(on: WordOpsProtocol, three: list[Any]) -> Any:
-    """What the highest bits of three words' nibbles hold."""
+    """Returns the word in the highest bits of three words' nibbles."""
     moved = [on.both(on.right(x, i + 1), SPARE[i]) for i, x in enumerate(three)]
     return on.either(on.either(moved[0], moved[1]), moved[2])
 
@@ -148,7 +151,7 @@ def _fourth(on: WordOpsProtocol, three: list[Any]) -> Any:
 def _four_tokens(
     on: WordOpsProtocol, low: Any, high: Any, word: Any, *, signed: bool
 ) -> tuple[Any, Any]:
-    """The numbers of two dims, of a word of values that has a token a byte."""
+    """Returns the numbers of two dims, from a word of values with one token per byte."""
     sizes = on.both(word, SIZES) if signed else word
     first = on.permute(low, high, sizes)
     second = on.permute(low, high, on.right(sizes, 16))
@@ -162,7 +165,7 @@ def _four_tokens(
 
 
 def _three_bit_values(on: WordOpsProtocol, first: int, blocks: int) -> list[Any]:
-    """A thread of which g % 4 is 3 has what the three threads before it hold."""
+    """A thread with g % 4 == 3 has the bits that the three threads before it hold."""
     place, size = on.both(on.g, 3), 16 * blocks
     rows = on.plus(on.times(on.warp, 2), on.right(on.g, 2))
     at = on.plus(on.times(rows, 3 * size), on.times(on.t, 4 * blocks))

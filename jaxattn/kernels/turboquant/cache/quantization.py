@@ -1,9 +1,10 @@
-"""A token's key and value to codes, each by a warp, and to their places in a page's group of 16.
+"""Quantization of a token's key and value, each by a warp, and the store to a page's group of 16
+tokens.
 
-Half a warp has a head. Its lane l has dims 4 l to 4 l + 3 of every 64, so that the four numbers of
-one of its registers lie together in the cache, or come to lie together after an exchange with one
-other lane. turboquant/codec.py has the arithmetic, in the same order; turboquant/slot_layout.py has
-the order of the bytes.
+Half a warp has a head. Its lane l has dims 4 l to 4 l + 3 of every 64. The four numbers of one of
+its registers are thus contiguous in the cache, or become so after an exchange with one other lane.
+The arithmetic is that of turboquant/codec.py, in the same order; the order of the bytes is in
+turboquant/slot_layout.py.
 """
 
 import dataclasses
@@ -40,13 +41,13 @@ SPARE = (0x4444, 0x2222, 0x1111)  # bits of a fourth half word, which the other 
 
 @dataclasses.dataclass(frozen=True)
 class TurboSlotPosition:
-    """Where a token's bytes go.
+    """The destination of a token's bytes.
 
     Attributes:
-        page: the page of all heads.
-        group: bytes from there to the head's group of 16 tokens.
-        token: of the group.
-        own: whether this thread's head is one.
+        page: The page of all heads.
+        group: Bytes from there to the head's group of 16 tokens.
+        token: The token's index in the group.
+        own: Whether this thread's head exists.
     """
 
     page: Any
@@ -57,12 +58,12 @@ class TurboSlotPosition:
 
 @dataclasses.dataclass(frozen=True)
 class TurboQuantizer:
-    """What a warpgroup does with a key and a value of each of its heads.
+    """A warpgroup's quantization of a key and a value of each of its heads.
 
     Attributes:
-        form: the cache's format.
-        heads: that stand side by side, one or two.
-        page_bytes: of a head in a page.
+        form: The cache's format.
+        heads: Adjacent heads, one or two.
+        page_bytes: Bytes of a head in a page.
     """
 
     form: TurboFormat
@@ -70,13 +71,13 @@ class TurboQuantizer:
     page_bytes: int
 
     def write(self, line: Any, page: Any, first_head: Any, at: Any) -> None:
-        """Warp 0 has the keys, warp 1 the values.
+        """Quantizes and writes; warp 0 has the keys, warp 1 the values.
 
         Args:
-            line: float32 [2 * heads * D] of shared memory: keys, then values.
-            page: bytes [Hk, ..] of global memory.
-            first_head: of the heads.
-            at: the token's place in the page.
+            line: float32 [2 * heads * D] in shared memory: keys, then values.
+            page: bytes [Hk, ..] in global memory.
+            first_head: The first of the heads.
+            at: The token's place in the page.
         """
         thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(self.heads - 1))
@@ -126,7 +127,7 @@ class TurboQuantizer:
         self._store_number(0, norm, lane, place)
 
     def _nearest(self, x: Any) -> tuple[Any, Any]:
-        """(the code, its level) of a number."""
+        """Returns (the code, its level) of a number."""
         table = levels(self.form.key_bits).tolist()
         code, level = word(0), number(table[0])
         for below, above in zip(table[:-1], table[1:], strict=True):
@@ -199,7 +200,7 @@ class TurboQuantizer:
         codes = []
         for one in x:
             above = arith.divf(arith.subf(one, minimum), divisor)
-            # NaN becomes 0: max.f32 drops it.
+            # NaN becomes 0, because max.f32 drops it.
             code = _max_number(_floor(arith.addf(above, number(0.5))), number(0.0))
             code = arith.minimumf(arith.select(positive, code, number(0.0)), number(most))
             codes.append(arith.fptoui(i32(), code))
@@ -263,7 +264,8 @@ def _all(combine: Any, values: Any) -> Any:
 
 
 def _index(*digits: tuple[Any, int]) -> Any:
-    """The number of these digits, each with how many values it has; of the first it is not read."""
+    """Returns the number with these digits, each with its number of values; that of the first is
+    not read."""
     at = digits[0][0]
     for digit, count in digits[1:]:
         at = plus(times(at, count), digit)
@@ -275,7 +277,7 @@ def _bits(x: Any, first: int, count: int) -> Any:
 
 
 def _chosen(which: Any, values: list[Any]) -> Any:
-    """The value of that number; the last one for greater numbers."""
+    """Returns the value with that index; the last one for greater indices."""
     found = values[-1]
     for i, value in enumerate(values[:-1]):
         found = arith.select(arith.cmpi(arith.CmpIPredicate.eq, which, word(i)), value, found)
@@ -283,14 +285,14 @@ def _chosen(which: Any, values: list[Any]) -> Any:
 
 
 def _sign_and_size(code: Any) -> tuple[Any, Any]:
-    """(1 where a 4-bit code is in the lower half, how far from the middle)."""
+    """Returns (1 where a 4-bit code is in the lower half, its distance from the middle)."""
     below = arith.xori(arith.shrui(code, word(3)), word(1))
-    # 7 - code of the lower half is its three bits turned over.
+    # In the lower half, 7 - code is the inversion of its three bits.
     return below, arith.andi(arith.xori(code, times(below, 7)), word(7))
 
 
 def _finite(x: Any) -> Any:
-    """NaN in place of an infinity."""
+    """Returns NaN instead of an infinity."""
     return arith.addf(x, arith.subf(x, x))
 
 
@@ -311,13 +313,13 @@ def _max_number(x: Any, y: Any) -> Any:
 
 
 def _or_one(x: Any) -> Any:
-    """The number, or 1 in place of 0."""
+    """Returns the number, or 1 instead of 0."""
     zero = arith.cmpf(arith.CmpFPredicate.OEQ, x, number(0.0))
     return arith.select(zero, number(1.0), x)
 
 
 def _half(x: Any) -> Any:
-    """float16, its largest number in place of greater ones."""
+    """Returns float16, with its largest number instead of greater ones."""
     limit, least = number(LARGEST_F16), number(-LARGEST_F16)
     x = arith.maximumf(arith.minimumf(x, limit), least)
     return arith.truncf(ir.F16Type.get(), x)

@@ -1,4 +1,4 @@
-"""Reading a published config.json: typed fields, and refusals that name them."""
+"""Reading of a published config.json: typed fields, and errors that name them."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ from jaxattn.core.validation.field_reader import FieldReader
 
 
 class ConfigError(ValueError):
-    """A config.json says what this package cannot run; the message names the field."""
+    """A config.json requires something that this package does not support; the message names it."""
 
 
 _MISSING = object()
@@ -33,9 +33,9 @@ class ConfigFields(FieldReader):
     """The fields of a config.json.
 
     Args:
-        values: as the file has them.
-        where: the file, for messages.
-        spelled: how the file spells fields that are read under another name.
+        values: The values in the file.
+        where: Name of the file, for messages.
+        spelled: The file's names of fields that are read under another name.
     """
 
     def __init__(
@@ -51,23 +51,26 @@ class ConfigFields(FieldReader):
         return ConfigError(message)
 
     def renamed(self, **spelled: str) -> "ConfigFields":
-        """The fields with a family's spelling of some, name -> spelling; that of a field which the
-        file has under its own name does not count."""
+        """Returns the fields with a family's spelling of some, given as name -> spelling.
+
+        The spelling is ignored for a field that the file has under its own name.
+        """
         other = {n: word for n, word in spelled.items() if word in self.values}
         other = {n: word for n, word in other.items() if n not in self.values}
         own = {n: self.values[word] for n, word in other.items()}
         return ConfigFields({**self.values, **own}, self.where, other)
 
     def assuming(self, **values: Any) -> "ConfigFields":
-        """The fields, of which missing ones have these values, a family's own in transformers."""
+        """Returns the fields with these defaults, which are a family's own in transformers."""
         return ConfigFields({**values, **self.values}, self.where, self.spelled)
 
     def text(self) -> "ConfigFields":
-        """The fields of the text model: those of `text_config` too, where there is one. A field
-        that both have is the outer one's.
+        """Returns the fields of the text model, including those of `text_config` if it exists.
+
+        If both objects have a field, the outer one's value is used.
 
         Raises:
-            ConfigError: `text_config` is no object.
+            ConfigError: `text_config` is not an object.
         """
         inner = self.checked("text_config", self.values.get("text_config") or {}, json_object)
         outer = {name: value for name, value in self.values.items() if name != "text_config"}
@@ -76,7 +79,7 @@ class ConfigFields(FieldReader):
     def read[T](
         self, name: str, rule: Callable[[str, Any], T], default: Any, wanted: str | None = None
     ) -> T:
-        """A field that has to be there, unless there is a default; a null is a value."""
+        """Returns a field that must exist unless there is a default; null counts as a value."""
         value = self.values.get(name, default)
         if value is _MISSING:
             raise self.error(name, f"{self.where}: field {self.spelled.get(name, name)} is missing")
@@ -88,12 +91,15 @@ class ConfigFields(FieldReader):
         return self.read(name, Integer(least, most), default)
 
     def experts(self, name: str) -> int:
-        """Experts of a layer. Each has tensors of its own, whose names are listed before any file
-        is read: a number without bounds would take for ever."""
+        """Returns the number of experts of a layer, which is bounded.
+
+        The loader lists the names of each expert's tensors before it reads any file, so an
+        unbounded number would take forever.
+        """
         return self.integer(name, most=MOST_EXPERTS)
 
     def maybe_integer(self, name: str) -> int | None:
-        """A field that has to be there, with an integer or null."""
+        """Returns a field that must exist, with an integer or null."""
         return self.read(name, Nullable(Integer(1, MOST)), _MISSING)
 
     def number(self, name: str, default: Any = _MISSING) -> float:
@@ -103,19 +109,19 @@ class ConfigFields(FieldReader):
         return self.read(name, Flag(), default)
 
     def object(self, name: str) -> dict[str, Any]:
-        """A field that has to be there, with an object."""
+        """Returns a field that must exist, with an object."""
         return self.read(name, json_object, _MISSING, "an object")
 
     def words(self, name: str, count: int, *allowed: str) -> tuple[str, ...]:
-        """A list of so many of the allowed words."""
+        """Returns a list of `count` allowed words."""
         words = ListOf(OneOf(allowed), most=count, least=count)
         choices = " or ".join(map(short_repr, allowed))
         return self.read(name, words, _MISSING, f"a list of {count} values, each {choices}")
 
     def require(self, name: str, *allowed: Any, missing: Any = _MISSING) -> None:
-        """Refuses a field with another value than those that are implemented.
+        """Raises if a field has a value other than the implemented ones.
 
-        A field that is not there has the value `missing`, and the first one without it.
+        A missing field has the value `missing`, or by default the first allowed one.
         """
         value = self.values.get(name, allowed[0] if missing is _MISSING else missing)
         if not any(value is each or value == each for each in allowed):
@@ -123,7 +129,7 @@ class ConfigFields(FieldReader):
             raise self.refused(name, f"must be {choices} to be supported", value)
 
     def rotated(self, head_dim: int, default: float = 1.0) -> int:
-        """How many dims of a head turn, by `partial_rotary_factor`."""
+        """Returns how many dims of a head are rotated, by `partial_rotary_factor`."""
         nested, _ = self._rope_objects()
         holder = self.of("rope_parameters", nested)
         name = "partial_rotary_factor"
@@ -134,7 +140,7 @@ class ConfigFields(FieldReader):
         return dims
 
     def _rope_objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(rope_parameters, what says the scaling)."""
+        """Returns (rope_parameters, the object that defines the scaling)."""
         nested = self.values.get("rope_parameters") or {}
         scaling = self.values.get("rope_scaling") or nested
         if not isinstance(nested, dict) or not isinstance(scaling, dict):
@@ -142,22 +148,25 @@ class ConfigFields(FieldReader):
         return nested, scaling
 
     def require_rope(self) -> None:
-        """Refuses a file without RoPE's fields, of a family that stretches it by default."""
+        """Raises if RoPE's fields are missing, for a family that scales RoPE by default."""
         if not {"rope_theta", "rope_scaling"} & self.values.keys():
             self.object("rope_parameters")
 
     def rope_scaling(self) -> "ConfigFields":
-        """The object that says the scaling of RoPE, which may be empty."""
+        """Returns the object that defines the scaling of RoPE, which may be empty."""
         return self.of("rope_scaling", self._rope_objects()[1])
 
     def rope(self, dim: int, *, interleaved: bool | None = None) -> RopeConfig:
-        """Plain RoPE, linear scaling, YaRN or Llama 3's, in the spelling of either time:
-        `rope_scaling` beside `rope_theta`, or both in `rope_parameters`. Dynamic scaling is plain
-        RoPE up to `max_position_embeddings`, and no row is longer.
+        """Returns plain RoPE, linear scaling, YaRN or Llama 3's scaling.
+
+        Both spellings are supported: `rope_scaling` with `rope_theta`, or both in
+        `rope_parameters`. Dynamic scaling is plain RoPE up to `max_position_embeddings`, which no
+        row exceeds.
 
         Args:
-            dim: dims that turn.
-            interleaved: their layout; None reads `rope_interleave`, of heads that turn as a whole.
+            dim: Number of rotated dims.
+            interleaved: Layout of these dims. None reads `rope_interleave`, for heads that are
+                rotated completely.
         """
         nested, scaling = self._rope_objects()
         holder = ConfigFields(nested, self.where) if "rope_theta" in nested else self
@@ -192,7 +201,7 @@ class ConfigFields(FieldReader):
 
 
 def _read_yarn(given: ConfigFields) -> YarnConfig:
-    """YaRN of a `rope_scaling`, as transformers computes it."""
+    """Reads YaRN from a `rope_scaling`, as transformers computes it."""
     factor = given.number("factor")
     mscale, all_dim, fast, slow = (
         given.number(name) if given.values.get(name) else default
@@ -212,10 +221,11 @@ def _read_yarn(given: ConfigFields) -> YarnConfig:
 
 
 def _read_mscale(given: ConfigFields, factor: float, mscale: float, all_dim: float) -> float:
-    """The weight with which rotated queries and keys have the length that transformers gives them.
+    """Returns the weight that gives rotated queries and keys their length in transformers.
 
-    That is `attention_factor`, or without it (0.1 mscale ln factor + 1) / (0.1 all_dim ln factor +
-    1). If one of the two weights is missing, it is 0.1 ln factor + 1, whatever the other one is.
+    That length is `attention_factor`, or by default (0.1 mscale ln factor + 1) / (0.1 all_dim ln
+    factor + 1). If one of the two weights is missing, it is 0.1 ln factor + 1, whatever the other
+    one is.
     """
     stated = given.values.get("attention_factor")
     if stated is None and mscale and all_dim:
@@ -223,7 +233,7 @@ def _read_mscale(given: ConfigFields, factor: float, mscale: float, all_dim: flo
     slope = 0.1 * math.log(factor)
     length = slope + 1 if stated is None else given.number("attention_factor")
     grown = length * (slope * all_dim + 1) - 1
-    # A weight that the file states, and not what rounding makes of it.
+    # Prefer a weight that the file states to its rounded reconstruction.
     for weight in (mscale, 1.0, 0.0):
         if math.isclose(grown, slope * weight, rel_tol=1e-9, abs_tol=1e-12):
             return weight

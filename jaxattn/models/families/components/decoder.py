@@ -1,4 +1,4 @@
-"""Decoder fields, and tensors of norms and dense MLPs, of all families."""
+"""Decoder fields, and tensors of norms and dense MLPs, for all families."""
 
 import dataclasses
 
@@ -17,11 +17,11 @@ def read_decoder(
     *,
     ties: bool = True,
 ) -> DecoderModel:
-    """The decoder of these blocks, in bfloat16.
+    """Returns the decoder of these blocks, in bfloat16.
 
     Args:
-        norm_dtype: of the weights of norms, if it is another.
-        ties: whether the family knows `tie_word_embeddings`; others have a head of their own.
+        norm_dtype: Dtype of the weights of norms, if it differs.
+        ties: Whether the family supports `tie_word_embeddings`; others have a separate head.
     """
     return DecoderModel(
         DecoderSpec(
@@ -44,13 +44,13 @@ def read_decoder(
 def with_draft_head(
     model: DecoderModel, fields: ConfigFields, block: Block, head: DraftHead, layers: int
 ) -> DecoderModel:
-    """The model with a draft head of this block.
+    """Returns the model with a draft head of this block.
 
     Args:
-        layers: prediction layers of the checkpoint, of which the first is the head's.
+        layers: Number of prediction layers in the checkpoint, the first of which is the head's.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: There are none.
     """
     if not layers:
         raise ConfigError(
@@ -65,11 +65,12 @@ def with_draft_head(
 def draft_layers(
     prefix: str, hidden: int, names: tuple[str, str, str, str], norm: WeightTransform = IDENTITY
 ) -> list[WeightMapping]:
-    """What is around the block of a draft head.
+    """Maps the tensors around a draft head's block.
 
     Args:
-        names: of the embedding's norm, the hidden state's, the projection and the last norm.
-        norm: what is done to the norms' weights.
+        names: Names of the embedding's norm, the hidden state's norm, the projection and the last
+            norm.
+        norm: Transform of the norms' weights.
     """
     of_embedding, of_hidden, projection, last = names
     key = ("draft_layers",)
@@ -91,8 +92,10 @@ def draft_layers(
 def norms(
     place: LayerMapping, hidden: int, change: WeightTransform = IDENTITY, *, after: bool = False
 ) -> list[WeightMapping]:
-    """The norms before the mixer and the feed-forward, or `after` them; `change` is done to their
-    weights."""
+    """Maps the norms before the mixer and the feed-forward, or `after` them.
+
+    `change` is the transform of their weights.
+    """
     names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
     first, second = names[1:] if after else names[:2]
     return [
@@ -102,7 +105,7 @@ def norms(
 
 
 def mlp(place: LayerMapping, hidden: int, width: int, name: str = "mlp") -> list[WeightMapping]:
-    """A dense feed-forward."""
+    """Maps a dense feed-forward."""
     return [
         place.linear(f"{name}.gate_proj", width, hidden, "mlp", "gate_proj"),
         place.linear(f"{name}.up_proj", width, hidden, "mlp", "up_proj"),

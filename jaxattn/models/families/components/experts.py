@@ -16,13 +16,13 @@ from jaxattn.models.weight_map.transforms import SplitExpertColumns, SplitExpert
 
 @dataclasses.dataclass(frozen=True)
 class ExpertTensorNames:
-    """How a family names the tensors of its experts.
+    """A family's names of its experts' tensors.
 
     Attributes:
-        layer: of the whole.
-        expert: of an expert's gate, up and down.
-        bias: of the router's correction.
-        bias_of: before that; None is the router.
+        layer: Name of the whole mixture.
+        expert: Names of an expert's gate, up and down projections.
+        bias: Name of the router's correction bias.
+        bias_of: Name of the module with that bias. None means the router.
     """
 
     layer: str = "mlp"
@@ -40,11 +40,11 @@ def placed(
     stored: Collection[str] = (),
     names: ExpertTensorNames = ExpertTensorNames(),
 ) -> list[WeightMapping]:
-    """Router, routed experts and shared experts.
+    """Maps router, routed experts and shared experts.
 
     Args:
-        shared: the shared experts' name.
-        stored: names of a folder's tensors. transformers may save a layer's routed experts as two.
+        shared: Name of the shared experts.
+        stored: Names of a folder's tensors. transformers may save a layer's routed experts as two.
     """
     count, shared = moe.router.experts, f"{names.layer}.{shared}"
     found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
@@ -70,7 +70,7 @@ def placed(
 
 
 def _fused(place: LayerMapping, hidden: int, moe: MoE, layer: str) -> list[WeightMapping]:
-    """All routed experts' gate and up rows in one tensor, and their down rows in another."""
+    """Maps routed experts stored as two tensors: gate and up rows in one, down rows in another."""
     count, width = moe.router.experts, moe.expert_size
     return [
         place.plain(f"{layer}.experts.{name}", (count, *shape), "mlp", name)
@@ -79,7 +79,7 @@ def _fused(place: LayerMapping, hidden: int, moe: MoE, layer: str) -> list[Weigh
 
 
 def _shared(place: LayerMapping, hidden: int, moe: MoE, name: str) -> list[WeightMapping]:
-    """The three linears of the shared experts, and their scales if experts stay FP8."""
+    """Maps the three linears of the shared experts, and their scales if experts stay FP8."""
     width, first = moe.expert_size, moe.router.experts
     up, down = (moe.shared_size, hidden), (hidden, moe.shared_size)
     kept = Fp8NumberEncoding() if moe.weight_format == "fp8" else None
@@ -107,7 +107,7 @@ def _shared(place: LayerMapping, hidden: int, moe: MoE, name: str) -> list[Weigh
 def _expert(
     place: LayerMapping, hidden: int, moe: MoE, expert: int, names: ExpertTensorNames
 ) -> list[WeightMapping]:
-    """The three linears of a routed expert, and the scales of those that stay FP8."""
+    """Maps the three linears of a routed expert, and their scales if they stay FP8."""
     width = moe.expert_size
     of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
     up, down = (expert, width, hidden), (expert, hidden, width)

@@ -1,4 +1,4 @@
-"""Fields and tensors of grouped-query attention, of Qwen's and of Llama's."""
+"""Fields and tensors of grouped-query attention in the styles of Qwen and Llama."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import IDENTITY, LayerMapping, WeightMapping
 from jaxattn.models.weight_map.transforms import WeightTransform
 
-# Words of `layer_types`.
+# Values in `layer_types`.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -19,16 +19,16 @@ def read_plain(
     window: int | None = None,
     rope: RopeConfig | None = None,
 ) -> GQA:
-    """Attention without norms, in the words of Llama's config.json.
+    """Reads attention without norms from fields named as in Llama's config.json.
 
-    A head is as wide as the heads divide the hidden numbers, and keys have as many heads as
-    queries, where the fields do not say it.
+    By default a head's width is the hidden size divided by the number of heads, and there are as
+    many key-value heads as query heads.
 
     Args:
-        biases: queries, keys and values have them, and the output none; None: all four have them
-            where `attention_bias` says so.
-        window: keys that a token sees; None is all.
-        rope: the rotation of whole heads; None reads it.
+        biases: Whether queries, keys and values have biases, but not the output. None reads
+            `attention_bias`, which applies to all four.
+        window: Number of keys that a token sees. None means all.
+        rope: The rotation of whole heads. None reads it from the fields.
     """
     fields.require("partial_rotary_factor", 1.0)
     heads, dim = fields.integer("num_attention_heads"), head_dim(fields)
@@ -46,8 +46,10 @@ def read_plain(
 
 
 def read_used_windows(fields: ConfigFields) -> tuple[int | None, ...]:
-    """The window of each layer in Qwen's words: with `use_sliding_window`, layers from
-    `max_window_layers` on have one."""
+    """Reads the window of each layer from Qwen's fields.
+
+    With `use_sliding_window`, layers from `max_window_layers` on have one.
+    """
     count, used = fields.integer("num_hidden_layers"), fields.flag("use_sliding_window", False)
     full = fields.integer("max_window_layers", 28, least=0) if used else count
     if fields.values.get("sliding_window") is None:
@@ -56,10 +58,10 @@ def read_used_windows(fields: ConfigFields) -> tuple[int | None, ...]:
 
 
 def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """The window of each layer, by `layer_types`; None where a token sees all keys.
+    """Reads the window of each layer from `layer_types`; None means that a token sees all keys.
 
     Args:
-        kinds: of the layers where the field is missing, `FULL` or `SLIDING`.
+        kinds: Default kinds of the layers, `FULL` or `SLIDING`.
     """
     if fields.values.get("layer_types") is not None:
         kinds = fields.words("layer_types", len(kinds), FULL, SLIDING)
@@ -68,7 +70,7 @@ def read_windows(fields: ConfigFields, kinds: Sequence[str]) -> tuple[int | None
 
 
 def head_dim(fields: ConfigFields) -> int:
-    """The numbers of a head; where the field is missing, as many as the heads divide."""
+    """Returns the width of a head; by default the hidden size divided by the number of heads."""
     if fields.values.get("head_dim") is not None:
         return fields.integer("head_dim")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -79,11 +81,11 @@ def head_dim(fields: ConfigFields) -> int:
 
 
 def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float = 1.0) -> GQA:
-    """Attention with norms of each head's query and key, in the words of a config.json.
+    """Reads attention with norms of each head's query and key from a config.json.
 
     Args:
-        gated: q_proj has of each head the queries and then a gate; without biases.
-        rotated: which part of a head turns, where the configuration does not say it.
+        gated: Whether q_proj contains, for each head, the queries and then a gate. No biases then.
+        rotated: Default for the rotated part of a head.
     """
     if gated:
         fields.require("attention_bias", False)
@@ -103,7 +105,7 @@ def read_attention(fields: ConfigFields, *, gated: bool = False, rotated: float 
 def attention(
     place: LayerMapping, mixer: GQA, hidden: int, norm: WeightTransform = IDENTITY
 ) -> list[WeightMapping]:
-    """The tensors of the attention; `norm` is done to the weights of its norms."""
+    """Maps the tensors of the attention; `norm` is the transform of its norms' weights."""
     dim, heads = mixer.head_dim, mixer.num_heads
     queries, keys = heads * dim * (2 if mixer.gated else 1), mixer.num_kv_heads * dim
     found = [

@@ -9,11 +9,11 @@ from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 
 def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = False) -> MLA:
-    """DeepSeek's MLA, in the words of a config.json.
+    """Reads DeepSeek's MLA from a config.json.
 
     Args:
-        turns: whether queries and keys are rotated.
-        gated: whether a head's output has a gate.
+        turns: Whether queries and keys are rotated.
+        gated: Whether each head's output has a gate.
     """
     dims = fields.integer("qk_rope_head_dim")
     return MLA(
@@ -25,22 +25,22 @@ def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = Fa
         v_head_dim=fields.integer("v_head_dim"),
         rope=fields.rope(dims) if turns else RopeConfig(dims, theta=None),
         gated=gated,
-        lora_norm_eps=1e-6,  # whatever rms_norm_eps says: transformers builds them without it
+        lora_norm_eps=1e-6,  # not rms_norm_eps, which transformers does not pass on
     )
 
 
 def read_sparse_attention(fields: ConfigFields, *, interleaved: bool, hands_on: bool) -> SparseMLA:
-    """MLA of a layer with an indexer.
+    """Reads the MLA of a layer with an indexer.
 
     Args:
-        interleaved: the layout of the indexer's rotated dims, where the file does not say it.
-        hands_on: whether layers without an indexer follow.
+        interleaved: Default layout of the indexer's rotated dims.
+        hands_on: Whether layers without an indexer follow.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     dense = read_attention(fields)
-    fields.integer("q_lora_rank")  # which the indexer reads
+    fields.integer("q_lora_rank")  # required by the indexer
     dim, turned = fields.integer("index_head_dim"), dense.qk_rope_head_dim
     if dim < turned:
         raise fields.refused("index_head_dim", f"must be at least qk_rope_head_dim={turned}")
@@ -57,11 +57,11 @@ def read_sparse_attention(fields: ConfigFields, *, interleaved: bool, hands_on: 
 def attention(
     place: LayerMapping, mixer: MLA, hidden: int, name: str = "self_attn", out: str = "o_proj"
 ) -> list[WeightMapping]:
-    """The tensors of DeepSeek's MLA, and of its indexer if it has one.
+    """Maps the tensors of DeepSeek's MLA, and of its indexer if it has one.
 
     Args:
-        name: of the layer's attention.
-        out: of its output projection.
+        name: Name of the layer's attention.
+        out: Name of its output projection.
     """
     heads, rank, rope = mixer.num_heads, mixer.kv_lora_rank, mixer.qk_rope_head_dim
     keys, values, low = mixer.qk_nope_head_dim, mixer.v_head_dim, mixer.q_lora_rank

@@ -1,16 +1,16 @@
-"""The quantization that a config.json states, and which tensors of a folder are stored in it.
+"""The quantization that a config.json states, and the tensors of a folder that are stored in it.
 
     fp8                 blocks of 128 x 128, as DeepSeek-V3, R1 and Kimi-K2 are published; without
-                        blocks one scale for a matrix, as Ministral 3 is
-    compressed-tensors  pack-quantized INT4 in groups of 32, as Kimi-K2-Thinking's experts are, or
-                        of 128, with zero points or without; or FP8 with a scale for a row, a matrix
-                        or a block
-    mxfp4               numbers of 4 bits in groups of 32, as gpt-oss's experts are
-    awq, gptq           INT4 with zero points in groups of 32 or 128; of AWQ the layout "gemm"
+                        blocks one scale per matrix, as in Ministral 3
+    compressed-tensors  pack-quantized INT4 in groups of 32, as in Kimi-K2-Thinking's experts, or
+                        of 128, with or without zero points; or FP8 with a scale per row, matrix or
+                        block
+    mxfp4               4-bit numbers in groups of 32, as in gpt-oss's experts
+    awq, gptq           INT4 with zero points in groups of 32 or 128; for AWQ the layout "gemm"
 
-All else is refused by name. Which weights are quantized is read from the tensors: the lists of
-exceptions in config.json differ from publisher to publisher. What is planned before there are
-tensors goes by the lists.
+Other methods raise an error that names them. The tensors determine which weights are quantized,
+because config.json's lists of exceptions differ between publishers. A plan made before the tensors
+exist uses the lists.
 """
 
 import re
@@ -54,22 +54,22 @@ INT4: dict[Quantization, Int4GroupEncoding | ZeroPointEncoding] = {
     "int4_asym-128": Int4GroupEncoding(128, zeros=True),
     "awq-32": AwqEncoding(32),
     "awq-128": AwqEncoding(128),
-    "gptq-32": GptqEncoding(32),  # symmetric, in both versions alike
+    "gptq-32": GptqEncoding(32),  # symmetric, the same in both versions
     "gptq-128": GptqEncoding(128),
     "gptq_v1-32": GptqEncoding(32, offset=1),
     "gptq_v1-128": GptqEncoding(128, offset=1),
     "gptq_v2-32": GptqEncoding(32, offset=0),
     "gptq_v2-128": GptqEncoding(128, offset=0),
 }
-NOT_CONVERTED = "-:"  # begins a pattern of modules that GPTQModel leaves floats
-LISTS = ("modules_to_not_convert", "ignored_layers")  # of modules that are floats
+NOT_CONVERTED = "-:"  # prefix of a pattern of modules that GPTQModel leaves as floats
+LISTS = ("modules_to_not_convert", "ignored_layers")  # lists of modules that are floats
 
 
 def read_quantization(fields: ConfigFields) -> Quantization | None:
-    """What config.json says of the weights; None where they are floats.
+    """Returns the quantization that config.json states, or None for floats.
 
     Raises:
-        ConfigError: the method, or one of its settings, is not implemented; it is named.
+        ConfigError: The method, or one of its settings, is not implemented; the message names it.
     """
     values = fields.values.get("quantization_config")
     if values is None:
@@ -97,7 +97,7 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
 
 
 def listed_floats(fields: ConfigFields) -> list[str]:
-    """The modules that config.json says are not quantized."""
+    """Returns the modules that config.json lists as not quantized."""
     values = fields.values.get("quantization_config")
     lists = [values.get(name) or () for name in LISTS] if isinstance(values, dict) else []
     return [each for some in lists if isinstance(some, list) for each in some if each]
@@ -106,9 +106,9 @@ def listed_floats(fields: ConfigFields) -> list[str]:
 def four_bit_format(
     quantization: Quantization | None, fields: ConfigFields
 ) -> FourBitFormat | None:
-    """The format of weights of 4 bits; None where they have others.
+    """Returns the format of 4-bit weights, or None for other weights.
 
-    The scales' dtype is the model's, which the tensors may contradict (`with_scales`).
+    The scales get the model's dtype, which the tensors may contradict (`with_scales`).
     """
     if quantization == "mxfp4":
         return FourBitFormat("mxfp4", MXFP4_GROUP, "e8m0")
@@ -123,8 +123,10 @@ def four_bit_format(
 
 
 def ignored(fields: ConfigFields, module: str) -> bool:
-    """Whether config.json says that a module is not in INT4: by its name, or by a pattern of how it
-    begins, after `re:` in compressed-tensors and after `-:` in GPTQModel's `dynamic`."""
+    """Returns whether config.json excludes a module from INT4, by its name or by a prefix pattern.
+
+    A pattern follows `re:` in compressed-tensors, and `-:` in GPTQModel's `dynamic`.
+    """
     values = fields.values.get("quantization_config")
     values = values if isinstance(values, dict) else {}
     names = [each for each in values.get("ignore") or () if isinstance(each, str)]
@@ -137,7 +139,7 @@ def ignored(fields: ConfigFields, module: str) -> bool:
 def _begins(pattern: str, module: str) -> bool:
     try:
         return re.match(pattern, module) is not None
-    except re.error:  # what cannot be meant
+    except re.error:  # an invalid pattern
         return False
 
 
@@ -152,7 +154,7 @@ def _read_fp8(given: ConfigFields) -> Quantization:
 
 
 def _group(given: ConfigFields, name: str, group: Any) -> tuple[ConfigFields, ConfigFields]:
-    """(a group of modules, its weights)."""
+    """Returns (a group of modules, its weights)."""
     where = f"{given.where}.config_groups.{name}"
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
@@ -166,7 +168,7 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     weights.require("type", "int")
     weights.require("strategy", "group")
     weights.require("group_size", *INT4_GROUPS, missing=None)
-    weights.require("actorder", None, "weight", "static")  # whose columns stay in their order
+    weights.require("actorder", None, "weight", "static")  # settings that keep the order of columns
     narrow = weights.values["group_size"] == 32
     if weights.flag("symmetric", True):
         return "int4" if narrow else "int4-128"
@@ -178,13 +180,15 @@ def _read_awq(given: ConfigFields) -> Quantization:
     given.require("zero_point", True)
     layout = "version" if given.values.get("version") is not None else "format"
     given.require(layout, "gemm", "GEMM")
-    given.require("backend", None, "autoawq", "auto")  # llm-awq's has a layout of its own
+    given.require("backend", None, "autoawq", "auto")  # llm-awq's layout differs
     return "awq-32" if group == 32 else "awq-128"
 
 
 def _read_gptq(given: ConfigFields) -> Quantization:
-    """Of symmetric ones both versions mean the same. `desc_act` may be set: the tensors tell
-    whether it reordered columns (`GptqEncoding`)."""
+    """Reads GPTQ's settings; for symmetric weights both versions are the same.
+
+    `desc_act` may be set: the tensors show whether it reordered columns (`GptqEncoding`).
+    """
     group = _read_group(given)
     given.require("pack_dtype", None, "int32")
     legacy = given.values.get("checkpoint_format") is None
@@ -212,7 +216,7 @@ def _read_group(given: ConfigFields) -> int:
 
 
 def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
-    """Activations may be quantized too; here they stay floats."""
+    """Reads FP8's settings; activations, which may be quantized too, stay floats here."""
     weights.require("num_bits", 8, missing=None)
     weights.require("type", "float", missing=None)
     weights.require("symmetric", True)
@@ -225,11 +229,11 @@ def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:
 def stored_as(
     name: str, dtypes: Mapping[str, str], quantization: Quantization | None
 ) -> WeightEncoding:
-    """How the weight of this name is stored in a folder.
+    """Returns the encoding of the weight of this name in a folder.
 
     Args:
-        name: of a weight, "model.layers.3.mlp.down_proj.weight".
-        dtypes: of the folder's tensors, by name.
+        name: Name of a weight, such as "model.layers.3.mlp.down_proj.weight".
+        dtypes: Dtypes of the folder's tensors, by name.
     """
     if quantization == "fp8" and dtypes.get(name, "").startswith("float8"):
         return Fp8BlockEncoding()

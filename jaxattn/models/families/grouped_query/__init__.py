@@ -1,1 +1,1 @@
-"""Families of grouped-query attention alone: Llama and those that differ from it in little."""
+"""Families with only grouped-query attention: Llama, and models that differ from it in details."""

@@ -1,10 +1,10 @@
-"""GLM-4.5, 4.6 and 4.7 (`model_type` glm4_moe): heads that turn in half, then DeepSeek's experts.
+"""GLM-4.5, 4.6 and 4.7 (`model_type` glm4_moe): half-rotated heads, and DeepSeek's experts.
 
 Queries, keys and values may have biases, and queries and keys norms. The first layers are dense.
-Routing is DeepSeek-V3's, and so is the prediction layer (MTP) behind the last layer.
+Routing is DeepSeek-V3's, and so is the prediction layer (MTP) after the last layer.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`), other routing
-than by sigmoid with a correction bias.
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`), routing
+other than by sigmoid with a correction bias.
 """
 
 from collections.abc import Collection
@@ -24,10 +24,10 @@ skipped, with_draft_head = deepseek.skipped, deepseek.with_draft_head
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(rms_norm_eps=1e-5)
     fields.require("hidden_act", "silu")
@@ -50,5 +50,5 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     return qwen3_moe.placed(model, names) + deepseek.draft_layers(model.spec)

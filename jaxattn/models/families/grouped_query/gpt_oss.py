@@ -1,10 +1,10 @@
 """gpt-oss (`model_type` gpt_oss): attention with sinks and biases, and experts in every layer.
 
-Every other layer sees a window. The router and the experts have biases, and their SwiGLU is
-clamped. All experts of a layer are two tensors, with the columns of gate and up in turn, as floats
+Every other layer has a window. The router and the experts have biases, and the experts' SwiGLU is
+clamped. All experts of a layer are two tensors, with interleaved columns of gate and up, as floats
 or in MXFP4.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -38,10 +38,10 @@ MODEL_TYPES = ("gpt_oss",)
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields.require_rope()
     fields = fields.renamed(num_local_experts="num_experts").assuming(
@@ -69,7 +69,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    """Returns the destination of every tensor, for any names in the folder."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

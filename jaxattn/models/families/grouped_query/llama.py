@@ -1,7 +1,7 @@
 """Llama (`model_type` llama): grouped-query attention and dense MLPs, of Llama 2 to 3.3, SmolLM2.
 
-Refused: biases in MLPs, other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`),
-heads that are rotated in part or in pairs of neighbours.
+Not supported: biases in MLPs, activations other than SiLU, other scalings of RoPE
+(`ConfigFields.rope`), heads with partial or interleaved rotation.
 """
 
 from jaxattn.models.blocks import GQA, MLP, Block
@@ -17,10 +17,10 @@ placed, skipped = qwen3.placed, qwen3.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     for name in ("mlp_bias", "rope_interleaved"):
         fields.require(name, False)
@@ -28,8 +28,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def read_dense(fields: ConfigFields, *attention: GQA) -> DecoderModel:
-    """The decoder with this attention, of all layers or of each one, and a dense MLP in every
-    layer."""
+    """Returns the decoder with this attention, one for all layers or one each, and dense MLPs."""
     fields.require("hidden_act", "silu")
     mlp = MLP(intermediate_size=fields.integer("intermediate_size"))
     if len(attention) == 1:

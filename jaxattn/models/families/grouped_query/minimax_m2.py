@@ -1,10 +1,10 @@
 """MiniMax-M2 (`model_type` minimax_m2): norms of all heads together, and experts in every layer.
 
-Heads turn in part, by `rotary_dim`. Routing is by sigmoid with a correction bias. The prediction
-layers (MTP) behind the last layer are not read.
+`rotary_dim` dims of each head are rotated. Routing is by sigmoid with a correction bias. The
+prediction layers (MTP) after the last layer are not read.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`), other layers
-than full attention, biases, norms of single heads, shared experts, other routing.
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`), layers
+other than full attention, biases, norms of single heads, shared experts, other routing.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ _PUBLISHED, _SAVED = (
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.renamed(num_local_experts="num_experts").assuming(head_dim=128, rope_theta=5e6)
     fields.require("attention_bias", False)
@@ -58,14 +58,14 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def _rotated(fields: ConfigFields) -> float:
-    """Which part of a head turns, where the file has no `partial_rotary_factor`."""
+    """Returns the default for the rotated part of a head, without `partial_rotary_factor`."""
     if fields.values.get("rotary_dim") is None:
         return 1.0
     return fields.integer("rotary_dim") / fields.integer("head_dim")
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: the prediction layers."""
+    """Returns the prefixes of tensors that are not read: the prediction layers."""
     last = fields.integer("num_hidden_layers")
     modules = fields.integer("num_mtp_modules", 0, least=0)
     extra = modules * fields.integer("mtp_transformer_layers", 1, least=0)
@@ -73,7 +73,7 @@ def skipped(fields: ConfigFields) -> tuple[str, ...]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
     spelled = _SAVED if f"model.layers.0.{_SAVED.layer}.gate.weight" in names else _PUBLISHED

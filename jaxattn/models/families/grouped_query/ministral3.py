@@ -1,10 +1,10 @@
-"""Ministral 3 (`model_type` ministral3): Llama's layers, whose queries grow with their positions.
+"""Ministral 3 (`model_type` ministral3): Llama's layers, with queries scaled by position.
 
-`mistral3` has a vision tower, which is not read; its text model, in `text_config`, is this one or
-Mistral's.
+`mistral3` has a text model, this one or Mistral's, in `text_config`, and a vision tower, which is
+not read.
 
-Refused: other activations than SiLU, layers with and without a window (`layer_types`), other
-scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, a mix of layers with and without a window
+(`layer_types`), other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxattn.models.families.grouped_query import llama, mistral, qwen3
 from jaxattn.models.network.decoder_model import DecoderModel
 
 MODEL_TYPES = ("ministral3", "mistral3")
-# As it is published and as transformers saves it.
+# Prefixes as published and as saved by transformers.
 VISION = tuple(
     f"{prefix}{name}."
     for prefix in ("", "model.")
@@ -27,10 +27,10 @@ placed = qwen3.placed
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     if fields.values["model_type"] == "ministral3":
         fields.require_rope()
@@ -40,7 +40,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read: a vision tower's."""
+    """Returns the prefixes of tensors that are not read: a vision tower's."""
     return VISION if fields.values["model_type"] == "mistral3" else ()
 
 

@@ -1,7 +1,7 @@
-"""Mistral (`model_type` mistral): Llama's layers, with a window where the configuration says one.
+"""Mistral (`model_type` mistral): Llama's layers, with a window if the configuration sets one.
 
-Refused: other activations than SiLU, layers with and without a window (`layer_types`), other
-scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, a mix of layers with and without a window
+(`layer_types`), other scalings of RoPE (`ConfigFields.rope`).
 """
 
 from jaxattn.models.families.components.config_fields import ConfigFields
@@ -15,16 +15,16 @@ placed, skipped = qwen3.placed, qwen3.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     return llama.read_dense(fields, read_plain(fields, window=read_window(fields)))
 
 
 def read_window(fields: ConfigFields) -> int | None:
-    """The window of every layer."""
+    """Returns the window of all layers, or None."""
     window = fields.maybe_integer("sliding_window")
     if fields.values.get("layer_types") is not None:
         kind = FULL if window is None else SLIDING

@@ -1,8 +1,8 @@
-"""OLMo 3 (`model_type` olmo3): norms behind attention and MLP, and of all heads together.
+"""OLMo 3 (`model_type` olmo3): norms after attention and MLP, and of all heads together.
 
-Three layers of four see a window. Only those without one have RoPE stretched by YaRN.
+Three of four layers have a window. Only layers without one scale RoPE by YaRN.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ placed, skipped = qwen3.placed, qwen3.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(rope_theta=5e5, rms_norm_eps=1e-5)
     fields.require("hidden_act", "silu")
@@ -50,8 +50,10 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def _rope(fields: ConfigFields, kind: str) -> RopeConfig:
-    """The rotation of a kind of layers: transformers 5 has an object for each, publishers one
-    scaling, which is that of full attention."""
+    """Returns the rotation of a kind of layers.
+
+    transformers 5 writes an object for each kind, publishers one scaling for full attention.
+    """
     values = dict(fields.values)
     nested = values.pop("rope_parameters", None) or {}
     if nested:

@@ -1,6 +1,6 @@
 """Qwen2 and Qwen2.5 (`model_type` qwen2): Llama's layers with biases of queries, keys and values.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 from jaxattn.models.families.components.config_fields import ConfigFields
@@ -14,10 +14,10 @@ placed, skipped = qwen3.placed, qwen3.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     windows = read_used_windows(fields)
     attention = [read_plain(fields, biases=True, window=window) for window in windows]

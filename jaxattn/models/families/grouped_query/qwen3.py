@@ -1,6 +1,6 @@
 """Qwen3 (`model_type` qwen3): grouped-query attention with normed heads, and dense MLPs.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ MODEL_TYPES = ("qwen3",)
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields.require("hidden_act", "silu")
     mixer = read_attention(fields.assuming(head_dim=128))
@@ -31,12 +31,12 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
-    """Beginnings of tensors that are not read."""
+    """Returns the prefixes of tensors that are not read."""
     return ()
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, whatever names a folder has."""
+    """Returns the destination of every tensor, for any names in the folder."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

@@ -1,10 +1,10 @@
 """Qwen3 with experts (`model_type` qwen3_moe): Qwen3-30B-A3B, 235B-A22B, Qwen3-Coder.
 
-Qwen3's attention, with a window in all layers or none. Experts are in every layer, in every nth
-one, or in all but those that the configuration names; the others are dense. Routing is by softmax,
-without shared experts.
+Attention is Qwen3's, with a window in all layers or none. Experts are in every layer, in every nth
+layer, or in all but those that the configuration names; the others are dense. Routing is by
+softmax, without shared experts.
 
-Refused: other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: activations other than SiLU, other scalings of RoPE (`ConfigFields.rope`).
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ MODEL_TYPES = ("qwen3_moe",)
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.renamed(num_experts="num_local_experts")
     fields.require("hidden_act", "silu")
@@ -48,7 +48,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def _sparse(fields: ConfigFields) -> list[bool]:
-    """Whether each layer has experts."""
+    """Returns whether each layer has experts."""
     count, step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not set(range(count)).issuperset(dense):
@@ -60,7 +60,7 @@ def _sparse(fields: ConfigFields) -> list[bool]:
 
 
 def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMapping]:
-    """Every tensor of a checkpoint, and where it goes, in the spelling of a folder's `names`."""
+    """Returns the destination of every tensor, in the spelling of a folder's `names`."""
     spec = model.spec
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):

@@ -1,9 +1,10 @@
-"""SmolLM3 (`model_type` smollm3): Llama's layers, of which every fourth rotates nothing.
+"""SmolLM3 (`model_type` smollm3): Llama's layers, every fourth of them without rotation.
 
-`no_rope_layers` has a 1 for each layer that rotates queries and keys, or
-`no_rope_layer_interval` says which one does not.
+`no_rope_layers` has a 1 for each layer that rotates queries and keys. Without it
+`no_rope_layer_interval` determines the layers without rotation.
 
-Refused: biases in MLPs, other activations than SiLU, other scalings of RoPE (`ConfigFields.rope`).
+Not supported: biases in MLPs, activations other than SiLU, other scalings of RoPE
+(`ConfigFields.rope`).
 """
 
 from jaxattn.core.numerics.rope import RopeConfig
@@ -25,10 +26,10 @@ placed, skipped = qwen3.placed, qwen3.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(rope_theta=2e6, tie_word_embeddings=True, sliding_window=None)
     fields.require("mlp_bias", False)
@@ -47,9 +48,9 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def _rotates(fields: ConfigFields, layers: int) -> list[bool]:
-    """Whether each layer rotates its queries and keys."""
+    """Returns whether each layer rotates its queries and keys."""
     if fields.values.get("no_rope_layers") is not None:
-        # The list may be of a longer model.
+        # The list may belong to a longer model.
         rule = ListOf(Integer(0, 1), most=1024, least=layers)
         wanted = f"a list of at least {layers} numbers, each 0 or 1"
         found = fields.read("no_rope_layers", rule, None, wanted)

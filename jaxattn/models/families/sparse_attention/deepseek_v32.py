@@ -1,10 +1,11 @@
 """DeepSeek-V3.2 (`model_type` deepseek_v32): DeepSeek-V3 whose queries attend to 2,048 tokens each.
 
-An indexer in every layer chooses them (DeepSeek Sparse Attention). Its keys lie in pages of their
-own beside the latents. The choice is by float32 scores of keys in the cache's dtype; the rotation
-by a Hadamard matrix that DeepSeek's code has before FP8 changes no score, and is left out.
+An indexer in every layer chooses these tokens (DeepSeek Sparse Attention). The indexer's keys are
+in separate pages next to the latents. The choice compares float32 scores of keys in the cache's
+dtype. DeepSeek's code also rotates by a Hadamard matrix before FP8; this changes no score, and is
+omitted.
 
-Refused: what DeepSeek-V3 is refused for, and layers without low-rank queries.
+Not supported: everything that DeepSeek-V3 does not support, and layers without low-rank queries.
 """
 
 import dataclasses
@@ -23,10 +24,10 @@ placed, skipped = deepseek.placed, deepseek.skipped
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(n_group=8, topk_group=4, routed_scaling_factor=2.5)
     layers = fields.integer("num_hidden_layers")
@@ -37,14 +38,14 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 def read_blocks(
     fields: ConfigFields, indexed: Sequence[bool], *, interleaved: bool
 ) -> tuple[Block, ...]:
-    """The blocks of a model.
+    """Returns the blocks of a model.
 
     Args:
-        indexed: whether each layer has an indexer, or takes the choice of the one before.
-        interleaved: the layout of the indexer's rotated dims, where the file does not say it.
+        indexed: Whether each layer has an indexer, or uses the choice of the layer before.
+        interleaved: Default layout of the indexer's rotated dims.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     own = mla.read_sparse_attention(fields, interleaved=interleaved, hands_on=not all(indexed))
     without = dataclasses.replace(own, index_heads=0)
@@ -56,7 +57,7 @@ def read_blocks(
 
 
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
-    """The model with its first prediction layer, which has an indexer of its own."""
+    """Returns the model with its first prediction layer, which has its own indexer."""
     blocks = model.spec.blocks
     block = dataclasses.replace(blocks[-1], mixer=blocks[0].mixer)
     layers = deepseek.prediction_layers(fields)

@@ -1,11 +1,11 @@
 """GLM-5 to GLM-5.3 (`model_type` glm_moe_dsa): DeepSeek Sparse Attention with shared choices.
 
-Heads have keys of 192 + 64 dims and values of 256, as GLM-4.7-Flash's. A layer may have no indexer:
-it attends to the tokens that the last layer with one has chosen. `indexer_types` names each layer
-"full" or "shared". Without it `index_topk_pattern` does, of letters F and S, or every
+Heads have keys of 192 + 64 dims and values of 256, as in GLM-4.7-Flash. A layer without an indexer
+attends to the tokens that the last layer with one has chosen. `indexer_types` names each layer
+"full" or "shared". Without it `index_topk_pattern` does, with letters F and S. Otherwise every
 `index_topk_freq`-th layer is full, counted from `index_skip_topk_offset` on.
 
-Refused: what DeepSeek-V3.2 is refused for, and a first layer without an indexer.
+Not supported: everything that DeepSeek-V3.2 does not support, and a first layer without an indexer.
 """
 
 from jaxattn.models.families import deepseek
@@ -22,10 +22,10 @@ with_draft_head = deepseek_v32.with_draft_head
 
 
 def read_model(fields: ConfigFields) -> DecoderModel:
-    """The decoder of a config.json.
+    """Returns the decoder of a config.json.
 
     Raises:
-        ConfigError: a field is missing, does not fit or is not implemented; it is named.
+        ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     fields = fields.assuming(routed_scaling_factor=2.5, rms_norm_eps=1e-5)
     blocks = deepseek_v32.read_blocks(fields, indexed_layers(fields), interleaved=True)
@@ -33,14 +33,15 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 
 
 def indexed_layers(fields: ConfigFields) -> list[bool]:
-    """Whether each layer has an indexer."""
+    """Returns whether each layer has an indexer."""
     layers, name = fields.integer("num_hidden_layers"), "indexer_types"
     if fields.values.get(name) is None:
         name = "index_topk_pattern"
     given = fields.values.get(name)
     if given is None:
         every = fields.integer("index_topk_freq", 1, least=0) or 1
-        # Where not all layers have an indexer, the first has: no other chooses for it.
+        # If not all layers have an indexer, the first one must: no layer before it can choose for
+        # it.
         first = fields.integer("index_skip_topk_offset", 2, least=min(every - 1, 1))
         found = [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
     else:

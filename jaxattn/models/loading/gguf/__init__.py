@@ -1,1 +1,1 @@
-"""GGUF files: their header, the configuration that it holds, and the blocks of their weights."""
+"""GGUF files: their header, the configuration that it contains, and the blocks of their weights."""

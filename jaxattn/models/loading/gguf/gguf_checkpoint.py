@@ -1,7 +1,7 @@
 """The model of a GGUF file and its weights, for the loader of families.
 
-Weights are widened to the model's dtype on the device while they are loaded: a file of 4 bits takes
-the memory of bfloat16. Tensors go where those of the same model's folder go, by the hub's names.
+At load time weights are widened to the model's dtype on the device, so a file of 4 bits takes the
+memory of bfloat16. Tensors go where those of the same model's folder go, by the Hub's names.
 """
 
 import dataclasses
@@ -41,17 +41,18 @@ _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)", re.ASCII)
 
 
 def read_fields(header: GgufHeader) -> ConfigFields:
-    """What the metadata says, in the words of a config.json.
+    """Returns the metadata as the fields of a config.json.
 
     Raises:
-        CheckpointError: it says what is not supported, or the file is a part of a model.
+        CheckpointError: The metadata contains something unsupported, or the file is a part of a
+            model.
     """
     _check_path(header.path)
     return ConfigFields(config_of(header), str(header.path))
 
 
 def hub_name(name: str) -> str | None:
-    """The name of a tensor in the same model's folder; None of one that is no part of these."""
+    """Returns the name of a tensor in the same model's folder, or None if it has none."""
     if name in _ENDS:
         return _ENDS[name]
     found = _OF_LAYER.fullmatch(name)
@@ -63,10 +64,10 @@ def hub_name(name: str) -> str | None:
 def open_tensors(
     header: GgufHeader, published: PublishedModel
 ) -> tuple[dict[str, TensorEntry], list[WeightMapping]]:
-    """The tensors under the hub's names, as the loader reads them, and where each goes.
+    """Returns the tensors under the Hub's names, and where each goes.
 
     Raises:
-        CheckpointError: a tensor is none of the model's.
+        CheckpointError: A tensor does not belong to the model.
     """
     names = {name: hub_name(name) for name in header.tensors if name != ROPE}
     if unknown := [repr(name) for name, own in names.items() if own is None]:
@@ -89,7 +90,7 @@ def open_tensors(
 
 
 def _paired(name: str, published: PublishedModel) -> int:
-    """Rows of a head in a matrix that llama.cpp's converter has reordered: llama's alone."""
+    """Returns rows per head if llama.cpp's converter reordered a matrix (llama only), else 1."""
     mixer = published.model.spec.blocks[0].mixer
     reordered = name.endswith(("q_proj.weight", "k_proj.weight"))
     if published.family.MODEL_TYPES != ("llama",) or not reordered:
@@ -99,10 +100,10 @@ def _paired(name: str, published: PublishedModel) -> int:
 
 
 def _check_path(path: Path) -> None:
-    """Refuses a part of a model in several files.
+    """Rejects a part of a model in several files.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: The file is such a part.
     """
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name) and "-00001-of-00001" not in path.name:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The configuration in a GGUF file's metadata, as the config.json of the same model has it."""
+"""Conversion of a GGUF file's metadata to the config.json of the same model."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from jaxattn.core.validation.config_fields import short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 
-# Architectures whose layers a family has; llama.cpp names them as transformers names the models.
+# Supported architectures, for which llama.cpp and transformers use the same names.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Field of config.json -> key behind the architecture's name.
+# Field of config.json -> key after the architecture's name.
 _FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -23,18 +23,18 @@ _FIELDS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 HEAD, EMBEDDING, ROPE = "output.weight", "token_embd.weight", "rope_freqs.weight"
-# Of Llama 3.1 to 3.3, whose files hold what follows from it: by how much each pair is slower.
+# Fields of Llama 3.1 to 3.3. The files store only the result, the slowdown of each pair.
 _LLAMA3: dict[str, Any] = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """The fields of a config.json.
+    """Returns the fields of a config.json.
 
     Raises:
-        CheckpointError: the architecture is not supported, or a field is missing or asks for what
-            no family of these has.
+        CheckpointError: The architecture is not supported, a field is missing, or a value is not
+            supported by these families.
     """
     name = header.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
@@ -67,7 +67,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _scaling(own: "_Keys") -> dict[str, Any] | None:
-    """`rope_scaling`."""
+    """Returns `rope_scaling`."""
     kind = own.get("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -78,10 +78,10 @@ def _scaling(own: "_Keys") -> dict[str, Any] | None:
 
 
 def _llama3(header: GgufHeader, dim: Any, theta: Any) -> dict[str, Any]:
-    """`rope_scaling` of Llama 3.
+    """Returns `rope_scaling` of Llama 3.
 
     Raises:
-        CheckpointError: the pairs are slower by other factors than its formula gives.
+        CheckpointError: The stored slowdown of the pairs is not that of Llama 3's formula.
     """
     tensor = header.tensors[ROPE]
     stored = np.zeros(0, np.float32)
@@ -119,7 +119,7 @@ class _Keys:
         return self._values[whole]
 
     def require(self, key: str, wanted: Any) -> None:
-        """Raises CheckpointError for a value that the architecture's family does not have."""
+        """Raises CheckpointError for a value that the architecture's family does not support."""
         if (value := self.get(key, wanted)) != wanted:
             raise CheckpointError(
                 f"{self._header.path}: {self._name}.{key} must be {wanted}; got {short_repr(value)}"
@@ -127,4 +127,4 @@ class _Keys:
 
 
 def _integer(value: Any) -> int:
-    return value if isinstance(value, int) else 0  # the family refuses it by its own name
+    return value if isinstance(value, int) else 0  # the family rejects it under its own name

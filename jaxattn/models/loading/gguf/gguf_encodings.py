@@ -1,18 +1,18 @@
-"""The blocks of GGUF's weights, widened to float32 on the device.
+"""Decoding of GGUF's weight blocks to float32 on the device.
 
     F32 F16 BF16    the numbers themselves
-    Q8_0            32 numbers of a byte, and a float16 scale before them
+    Q8_0            32 numbers of one byte, after a float16 scale
     Q4_0            32 numbers of 4 bits less 8, and a scale: the low halves of 16 bytes, then the
                     high ones
-    Q4_1            the same with a scale and a least value, of which nothing is subtracted
+    Q4_1            the same with a scale and a minimum instead of the offset 8
     Q5_0, Q5_1      Q4_0 less 16, and Q4_1, with a fifth bit of each number in 4 bytes
-    Q2_K            256 numbers of 2 bits in 16 groups, scales and least values of 4 bits
+    Q2_K            256 numbers of 2 bits in 16 groups, scales and minima of 4 bits
     Q3_K            256 numbers of 3 bits in 16 groups, scales of 6 bits less 32
-    Q4_K            256 numbers in 8 groups, whose scales and least values are of 6 bits
+    Q4_K            256 numbers in 8 groups, with scales and minima of 6 bits
     Q5_K            the same with a fifth bit of each number in 32 bytes
-    Q6_K            256 numbers of 6 bits less 32 in 16 groups, whose scales are of a byte
+    Q6_K            256 numbers of 6 bits less 32 in 16 groups, with scales of one byte
 
-What comes out has the bits of the package `gguf` (tests/models/test_gguf.py).
+The results equal those of the package `gguf` bit for bit (tests/models/test_gguf.py).
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ class GgufEncoding(WeightEncoding):
     """A tensor of a GGUF file.
 
     Attributes:
-        kind: of the numbers.
-        paired: rows of a head whose pairs stand beside each other, as llama.cpp wants them; they
-            are put half a head apart, as the hub has them. 1: the rows are as they should be.
+        kind: Type of the numbers.
+        paired: Rows of a head in which llama.cpp stores rotated pairs as neighbours. Decoding puts
+            them half a head apart, as on the Hub. 1 means that the rows keep their order.
     """
 
     kind: GgmlType
@@ -49,11 +49,11 @@ class GgufEncoding(WeightEncoding):
 
     @property
     def dtype(self) -> str:
-        """In which the file's bytes are read."""
+        """The dtype in which the file's bytes are read."""
         return FLOATS.get(self.kind.name, "uint8")
 
     def stored_shape(self, shape: Shape) -> Shape:
-        """In numbers of `dtype`."""
+        """Returns the shape in numbers of `dtype`."""
         if self.kind.numbers == 1:
             return shape
         return *shape[:-1], shape[-1] // self.kind.numbers * self.kind.nbytes
@@ -79,7 +79,7 @@ class GgufEncoding(WeightEncoding):
 
 
 def _half(blocks: Blocks, at: int) -> Float[Array, "N 1"]:
-    """The float16 at a byte of each block, as float32."""
+    """Returns the float16 at a byte of each block, as float32."""
     pair = blocks[:, at : at + 2]
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
@@ -89,12 +89,12 @@ def _signed(blocks: Blocks) -> Array:
 
 
 def _nibbles(data: Blocks) -> Array:
-    """uint8: the low halves of the bytes, then the high ones."""
+    """Returns the low halves of the bytes, then the high ones, uint8."""
     return jnp.concatenate([data & 15, data >> 4], axis=-1)
 
 
 def _sum(product: Array, other: Array) -> Array:
-    """A sum of float32 that no multiplication is fused with: that would round once, not twice."""
+    """Adds in float32 without fusing a multiplication, which would round once instead of twice."""
     return lax.optimization_barrier(product) + other
 
 
@@ -112,7 +112,7 @@ def _q4_1(blocks: Blocks) -> Numbers:
 
 
 def _fifth(blocks: Blocks, at: int) -> Array:
-    """uint8 [N, 32]: 16 where a number has its fifth bit, which 4 bytes hold."""
+    """Returns uint8 [N, 32], 16 for numbers whose fifth bit is set; 4 bytes hold these bits."""
     each = blocks[:, at : at + 4, None] >> jnp.arange(8, dtype=jnp.uint8)
     return (each.reshape(-1, 32) & 1) << 4
 
@@ -128,13 +128,13 @@ def _q5_1(blocks: Blocks) -> Numbers:
 
 
 def _quarters(data: Blocks) -> Array:
-    """uint8 [N, 256]: of each 32 of 64 bytes, the lowest two bits, then the next."""
+    """Returns uint8 [N, 256]: for each 32 of 64 bytes, the lowest two bits, then the next."""
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     return ((data.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 256)
 
 
 def _eighths(data: Blocks) -> Array:
-    """uint8 [N, 8, 32]: the lowest bits of 32 bytes, then the next."""
+    """Returns uint8 [N, 8, 32]: the lowest bits of 32 bytes, then the next."""
     return (data[:, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
 
 
@@ -150,14 +150,14 @@ def _q3_k(blocks: Blocks) -> Numbers:
     high = _eighths(blocks[:, :32]).reshape(-1, 256) << 2
     numbers = (_quarters(blocks[:, 32:96]) | high).astype(jnp.float32) - 4
     low, two = _nibbles(blocks[:, 96:104]), blocks[:, 104:108, None]
-    two = (two >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & 3  # of scale i in byte i % 4
+    two = (two >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & 3  # bits of scale i are in byte i % 4
     codes = (low | (two.swapaxes(1, 2).reshape(-1, 16) << 4)).astype(jnp.float32) - 32
     scale = _half(blocks, 108) * codes
     return (scale[..., None] * numbers.reshape(-1, 16, 16)).reshape(len(blocks), -1)
 
 
 def _q4_k(blocks: Blocks, high: Array | None = None) -> Numbers:
-    """With the fifth bits of the numbers in `high`, those of Q5_K."""
+    """Decodes Q4_K, or Q5_K if `high` has the fifth bits of the numbers."""
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = [first & 63, (third & 15) | ((first >> 6) << 4)]
@@ -177,7 +177,7 @@ def _q5_k(blocks: Blocks) -> Numbers:
 
 def _q6_k(blocks: Blocks) -> Numbers:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
-    # Of each half of a block: 64 low halves, 64 high ones; two bits more of each quarter.
+    # Each half of a block has 64 low halves and 64 high ones, and two more bits for each quarter.
     four = _nibbles(low).reshape(-1, 2, 4, 32)
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     two = (high[:, :, None] >> shifts) & 3

@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata, and where its tensors lie; checked, and no tensor read.
+"""The header of a GGUF file, its metadata and its tensors' places, checked without reading tensors.
 
-A file is: the magic, the version, the counts of tensors and of metadata, the metadata (key, type,
+A file is the magic, the version, the counts of tensors and of metadata, the metadata (key, type,
 value), an entry for each tensor (name, sizes, type, offset), padding, and the tensors' bytes.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes it.
 """
@@ -28,7 +28,7 @@ _STRING, _ARRAY = 8, 9
 
 
 class GgmlType(NamedTuple):
-    """A type of tensors: so many numbers in so many bytes."""
+    """A type of tensors: the size of a block in numbers and in bytes."""
 
     name: str
     numbers: int
@@ -50,7 +50,7 @@ TYPES = {
     14: GgmlType("Q6_K", 256, 210),
     30: GgmlType("BF16", 1, 2),
 }
-# Those that a message can name, beside the ones that are read.
+# Unsupported types that a message can name.
 OTHERS = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",
@@ -62,8 +62,8 @@ class GgufTensor(NamedTuple):
     """An entry of the header.
 
     Attributes:
-        shape: rows first, as NumPy has it.
-        begin, nbytes: where its bytes lie in the file.
+        shape: Shape with rows first, as in NumPy.
+        begin, nbytes: Place and number of its bytes in the file.
     """
 
     kind: GgmlType
@@ -73,7 +73,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a file says of itself."""
+    """The parsed header of a file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -81,7 +81,7 @@ class GgufHeader(NamedTuple):
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that is named or begins as GGUF files do."""
+    """Returns whether this is a file with the suffix or the magic of GGUF."""
     try:
         if not path.is_file():
             return False
@@ -92,10 +92,11 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of a file.
+    """Reads the header of a file.
 
     Raises:
-        CheckpointError: it is no GGUF file, is cut off, or holds what is not supported.
+        CheckpointError: The file is not a GGUF file, is truncated, or contains something
+            unsupported.
     """
     try:
         size = path.stat().st_size
@@ -144,7 +145,7 @@ def _parsed(path: Path, reader: "_Reader") -> GgufHeader:
 
 
 def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
-    """(name, type, shape, offset) of a tensor."""
+    """Returns (name, type, shape, offset) of a tensor."""
     name, dims = reader.text(), reader.scalar("I")
     if not 1 <= dims <= MOST_DIMS:
         raise ValueError(f"is damaged: the tensor {name!r:.80} has {dims:,} dimensions")
@@ -164,10 +165,10 @@ def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
 
 
 class _Reader:
-    """Numbers and texts, one behind the other.
+    """A sequential reader of numbers and texts.
 
     Attributes:
-        at: where the next one begins.
+        at: Where the next value begins.
     """
 
     def __init__(self, content: np.ndarray):
@@ -196,7 +197,7 @@ class _Reader:
         return self.take(self.scalar("Q")).decode("utf-8", "surrogateescape")
 
     def value(self, kind: int) -> Any:
-        """A value of a type; the numbers of an array in a tuple."""
+        """Reads a value of a type; an array becomes a tuple."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:

@@ -1,7 +1,7 @@
-"""MLA over chosen tokens of a paged cache: a few queries of each row, or a chunk of a prompt.
+"""MLA over chosen tokens of a paged cache, for a few queries per row or for a chunk of a prompt.
 
-Both ops compute the same; they differ in the kernels that they try. The plain-JAX path gathers the
-latents of some queries at a time, and is differentiable.
+Both ops compute the same function but try different kernels. The plain-JAX path gathers the latents
+of some queries at a time, and is differentiable.
 """
 
 import dataclasses
@@ -49,41 +49,43 @@ def mla_sparse_decode(
     arena: Arena | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Any, ...]:
-    """Attention of each row's last S tokens to chosen ones of its cached latents.
+    """Computes the attention of each row's last S tokens over chosen tokens of its cached latents.
 
-    Token s attends to the positions in indices[b, s], except for positions after its own. The
-    positions of the tokens, padding and uninitialized memory are as in `mla_decode`.
+    Token s attends to the positions in indices[b, s], except those beyond its own. Otherwise the op
+    behaves as `mla_decode`: the places of the tokens, the results of padding, and what tables and
+    caches may hold outside the rows' tokens.
 
     Args:
-        q: absorbed queries, or a pair of their R and P dims; see `mla_decode`.
-        kv_cache: latents [R + P] by page, in a format of `LatentFormat`.
+        q: Absorbed queries, or the pair of their R and P dims; see `mla_decode`.
+        kv_cache: Pages of latents [R + P], in a format of `LatentFormat`.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        indices: int32 positions in the row (`mla_index`), in any order. The op ignores negative
-            positions and positions after the token's own. A position that occurs twice counts
-            twice.
-        scale: factor of the scores, for the dims before absorption; see `mla_decode`.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int or a traced scalar.
-        kv_lora_rank: R; the latent's first R dims are the values.
-        kv_scale: required for a float8_e4m3fn cache.
-        sinks: float32, a logit of each head that takes part in the softmax once and has no value;
-            `scale` does not change it.
-        batch_invariant: the kernel splits all lists in the same way, which depends only on B, S and
-            K. A row's bits then do not depend on its position in the batch.
-        arena: scratch for the output, region "out" of `sparse_scratch`, as in `mla_decode`.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best. "xla" is
-            the reference: any shape, float32 throughout (float64 for float64), differentiable.
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+        indices: int32 positions in the row (`mla_index`), in any order. Negative positions and
+            those beyond the token's own are ignored. A position that occurs twice counts twice.
+        scale: Factor of the scores, computed from the unabsorbed dims; see `mla_decode`.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int or a traced scalar.
+        kv_lora_rank: R; the first R dims of a latent are the values.
+        kv_scale: Factor of a float8_e4m3fn cache. Required for that dtype only.
+        sinks: float32 logit of each head, which takes part in the softmax once and has no value.
+            `scale` does not apply to it.
+        batch_invariant: If True, the kernel splits all index lists in the same way, which depends
+            only on B, S and K. A row's bits then do not depend on its place in the batch.
+        arena: The arena whose region "out" of `sparse_scratch` receives the output, as in
+            `mla_decode`.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
+            "xla" is the reference: any shape, float32 throughout (float64 for float64),
+            differentiable.
 
     Returns:
         (out [B, S, H, R] in q's dtype, lse float32 [B, S, H], natural logarithm, the sink's logit
-        included), and the arena if one was given. A token that attends to no position has output 0
-        and lse -inf, also with sinks.
+        included), and the arena if one was given. For a token that attends to nothing, `out` is
+        exactly 0 and `lse` is -inf, also with sinks.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     call = _checked(
         "mla_sparse_decode", q, kv_cache, block_tables, seq_lens, indices, sinks,
@@ -108,15 +110,15 @@ def mla_sparse_prefill(
     sinks: Float[Array, "H"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S H R"], Float[Array, "B S H"]]:
-    """Attention of a chunk of each row's prompt to chosen tokens of its cached latents.
+    """Computes the attention of each row's prompt chunk over chosen tokens of its cached latents.
 
-    The cache already contains the chunk's own latents. Arguments, results and padding are those of
-    `mla_sparse_decode`, without an arena. S is the longest chunk, and the queries are absorbed.
+    The chunk's own latents must be in the cache already. Arguments, results and padding are those
+    of `mla_sparse_decode`, without an arena. Queries are absorbed too; S is the longest chunk.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     call = _checked(
         "mla_sparse_prefill", q, kv_cache, block_tables, seq_lens, indices, sinks,
@@ -137,16 +139,15 @@ def sparse_scratch(
     dtype: DTypeLike = jnp.bfloat16,
     batch_invariant: bool = False,
 ) -> ArenaSpec:
-    """The scratch of `mla_sparse_decode` in the arena, for B rows of S tokens that attend to K
-    positions each.
+    """Returns the `ArenaSpec` of `mla_sparse_decode` for B rows of S tokens that attend to K each.
 
     Args:
         batch, q_len, num_heads, top_k: B, S, H and K.
-        kv_lora_rank, dtype: the width and the dtype of the output.
-        batch_invariant: as in the call of the op.
+        kv_lora_rank, dtype: R and the dtype of the output.
+        batch_invariant: As in the call of the op.
 
     Raises:
-        ValueError: a size is not a positive integer; the message names the size.
+        ValueError: A size is not a positive integer; the message names it.
     """
     size: Any = {"batch": batch, "q_len": q_len, "num_heads": num_heads}
     check_sizes("mla.sparse_scratch", **size, top_k=top_k, kv_lora_rank=kv_lora_rank)
@@ -159,12 +160,12 @@ def sparse_scratch(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MlaSparseCall:
-    """What a call attends with and to; `mla_sparse_decode` documents its arguments.
+    """A checked call of a sparse op; `mla_sparse_decode` documents its arguments.
 
     Attributes:
-        dense: the same call without a choice, its queries in one array.
+        dense: The same call without `indices`, with its queries in one array.
         indices: int32 [B, S, K].
-        batch_invariant: how the kernel cuts lists, see `mla_sparse_decode`.
+        batch_invariant: How the kernel splits index lists; see `mla_sparse_decode`.
     """
 
     dense: MlaDecodeCall
@@ -222,7 +223,7 @@ def _attend(op: str, call: MlaSparseCall, implementation: Implementation | None)
 
 @jax.jit
 def attend_xla(call: MlaSparseCall) -> tuple[jax.Array, jax.Array]:
-    """Out and LSE of a call without an arena."""
+    """Returns out and LSE of a call without an arena."""
     dense = call.dense
     block_tables, seq_lens, query_lens = dense.block_tables, dense.seq_lens, dense.query_lens
     (q, kv_cache, kv_scale, sinks), indices = match_varying_axes(
@@ -243,7 +244,7 @@ def attend_xla(call: MlaSparseCall) -> tuple[jax.Array, jax.Array]:
 
     @jax.checkpoint
     def of_queries(xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """Out and LSE of some tokens, whatever rows they are of."""
+        """Returns out and LSE of some tokens, which may belong to any rows."""
         q, positions, attended, rows = xs
         q = jnp.where(attended.any(-1)[:, None, None], q, 0).astype(wide)
         pages = jnp.where(attended, block_tables[rows[:, None], positions // page], 0)
@@ -251,7 +252,7 @@ def attend_xla(call: MlaSparseCall) -> tuple[jax.Array, jax.Array]:
         if dense.layer is not None:
             index = jnp.asarray(dense.layer, jnp.int32), *index
         kv = kv_cache.at[index].get(mode="fill", fill_value=missing, wrap_negative_indices=False)
-        # Before it is unpacked: a NaN would reach the gradient of the scale.
+        # Mask before unpacking: a NaN would reach the gradient of the scale.
         kv = jnp.where(attended[..., None], kv, jnp.zeros((), kv.dtype))
         kv = format.unpack(kv, kv_scale).astype(wide)
         scores = dot("nhd,nkd->nhk", q, kv) * dense.scale
@@ -269,7 +270,7 @@ def attend_xla(call: MlaSparseCall) -> tuple[jax.Array, jax.Array]:
     steps = -(-batch * tokens // together)
 
     def cut(x: jax.Array) -> jax.Array:
-        """In steps of some tokens, [steps, n, ...]; what is added attends to nothing."""
+        """Splits the tokens into steps, [steps, n, ...]; padding attends to nothing."""
         x = x.reshape(batch * tokens, *x.shape[2:])
         x = jnp.pad(x, ((0, steps * together - len(x)), *[(0, 0)] * (x.ndim - 1)))
         return x.reshape(steps, together, *x.shape[1:])

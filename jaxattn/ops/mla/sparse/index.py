@@ -1,7 +1,7 @@
-"""The indexer of DeepSeek Sparse Attention: scores of cached keys, and an exact top-k of them.
+"""The indexer of DeepSeek Sparse Attention: scores of cached keys, and their exact top-k.
 
-The plain-JAX path reads the keys in blocks and keeps the best of those before. It holds the scores
-of one block for some of the queries at a time, whatever the rows' lengths are.
+The plain-JAX path reads the keys in blocks and keeps the best of all blocks so far. Whatever the
+rows' lengths are, it holds only the scores of one block for some of the queries.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_expl
 from jaxattn.kernels.mla.index.launch import mla_index_mosaic
 from jaxattn.ops.mla.sparse.index_cache_write import check_index_cache
 
-# Of the plain-JAX path: keys of a block, and the most numbers of one block's scores of all heads.
+# Plain-JAX path: keys per block, and the most scores of one block over all heads.
 KEY_BLOCK, MOST_SCORES = 1024, 2**24
 
 
@@ -39,40 +39,40 @@ def mla_index(
     k_scale: Float[Array, "L N C"] | Float[Array, "N C"] | None = None,
     implementation: Implementation | None = None,
 ) -> Int[Array, "B S K"]:
-    """The `top_k` positions of its row that each new token attends to.
+    """Returns the `top_k` positions of its row that each new token attends to.
 
     The score of position t is the sum over index heads of weights_h * relu(q_h . k_t), in float32.
     Token s of a row sees the positions up to its own, seq_lens - query_lens + s, as in
-    `mla_decode`; the cache already contains their keys (`mla_index_write`). S may be a few decoded
-    tokens or a chunk of a prompt. The choice has no gradient.
+    `mla_decode`; the keys must be in the cache already (`mla_index_write`). S may be a few tokens
+    of decoding or a chunk of a prompt. The choice has no gradient.
 
-    Among equal scores, the lower position wins. A token that sees at most `top_k` positions gets
+    If scores are equal, the lower position wins. A token that sees at most `top_k` positions gets
     all of them. Padding (a row with seq_lens 0, a token s >= query_lens) gets none. Entries of
-    `block_tables` after a row's length may hold anything. The cache may hold anything, including
-    NaN, in places that no row owns. A NaN in a place that a row owns counts as the highest score.
+    `block_tables` past a row's length may hold anything, NaN included, and so may cache slots
+    outside the rows' tokens. A NaN in a row's own tokens counts as the highest score.
 
     Args:
-        q: the index heads' queries, rotated.
-        weights: float32, the weights of the index heads, including the scale of the scores and the
-            factor for the number of heads.
-        index_cache: normed and rotated keys by page, which all heads share; a stack of layers with
-            `layer`, or one layer's pages. A floating dtype, or float8_e4m3fn with `k_scale`.
+        q: Queries of the index heads, rotated.
+        weights: float32 weight of each index head, with all factors included: the scale of the
+            scores and that of the number of heads.
+        index_cache: Pages of normed and rotated keys, one key for all heads: a stack of layers
+            (with `layer`) or one layer's pages. A floating dtype, or float8_e4m3fn with `k_scale`.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the S new ones included, at most M * C.
-        top_k: positions of each token, K, at most M * C.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int or a traced scalar.
-        k_scale: float32, the scale of each token, required for a float8_e4m3fn cache. The scale of
-            a key with NaN is NaN, as `mla_index_write` stores it.
-        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best.
+        seq_lens: int32 number of tokens of each row, the S new ones included, at most M * C.
+        top_k: K, the number of positions per token, at most M * C.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int or a traced scalar.
+        k_scale: float32 scale of each token of a float8_e4m3fn cache, required for that dtype only.
+            NaN marks a key that contains NaN, as `mla_index_write` stores it.
+        implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
 
     Returns:
-        int32 positions in the row, ascending, followed by -1 if there are fewer than K.
+        int32 positions in the row, ascending, followed by -1 where there are fewer than K.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, or a concrete length or page
-            is out of range; the message names the argument.
-        Refusal: the requested implementation does not support the call; the message says why.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
+        Refusal: The requested implementation does not support this call; the message says why.
     """
     op = "mla_index"
     arguments = OpArguments(op)
@@ -116,7 +116,7 @@ def index_xla(
     k_scale: jax.Array | None = None,
     begins: jax.Array | None = None,
 ) -> jax.Array:
-    """`mla_index` of checked arguments; a token sees positions from `begins` [B, S] on."""
+    """`mla_index` for checked arguments; a token sees positions from `begins` [B, S] on."""
     q, weights, index_cache, k_scale = lax.stop_gradient((q, weights, index_cache, k_scale))
     q, weights, index_cache, k_scale = match_varying_axes(
         (q, weights, index_cache, k_scale), block_tables, seq_lens, query_lens, layer, begins
@@ -136,7 +136,7 @@ def index_xla(
     def of_queries(
         xs: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     ) -> jax.Array:
-        """The positions of some tokens of every row."""
+        """Returns the positions of some tokens of every row."""
         q, weights, limits, begins = xs
 
         def add(best: tuple[jax.Array, jax.Array], pages: jax.Array, first: jax.Array):
@@ -145,7 +145,8 @@ def index_xla(
             visible = (positions < limits[..., None]) & (positions >= begins[..., None])
             scores = _scores(q, weights, keys[:, None], scale, visible)
             positions = jnp.where(visible, positions, -1)
-            # Equal ones stay in their order, and those before are of lower positions.
+            # `top_k` keeps the order of equal scores, and `best` holds lower positions than this
+            # block.
             joined = [jnp.concatenate(x, -1) for x in zip(best, (scores, positions), strict=True)]
             scores, chosen = lax.top_k(joined[0], top_k)
             return scores, jnp.take_along_axis(joined[1], chosen, axis=-1)
@@ -158,7 +159,7 @@ def index_xla(
         empty = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full(shape, -1, jnp.int32)
         empty = match_varying_axes(empty, q)
         (_, found), _ = lax.scan(step, empty, (pages, firsts))
-        # All that a token sees, where that is no more: whatever their scores are.
+        # A token that sees at most top_k positions gets all of them, whatever their scores are.
         every = begins[..., None] + jnp.arange(top_k)
         few = (limits - begins <= top_k)[..., None]
         found = jnp.where(few, jnp.where(every < limits[..., None], every, -1), found)
@@ -169,7 +170,7 @@ def index_xla(
     steps = -(-tokens // together)
 
     def cut(x: jax.Array) -> jax.Array:
-        """In steps of some tokens, [steps, B, n, ...]; what is added is padding."""
+        """Splits the tokens into steps, [steps, B, n, ...], with padding."""
         x = jnp.pad(x, ((0, 0), (0, steps * together - tokens), *[(0, 0)] * (x.ndim - 2)))
         return x.reshape(batch, steps, together, *x.shape[2:]).swapaxes(0, 1)
 
@@ -180,10 +181,13 @@ def index_xla(
 def best_of_parts(
     scores: Float[Array, "*B n"], positions: Int[Array, "*B n"], top_k: int
 ) -> Int[Array, "*B K"]:
-    """The positions of the `top_k` highest of scores as `scores_at` gives them, ascending; of equal
-    scores the lower positions. Positions of -1 are none, and fill up what is returned."""
+    """Returns the positions of the `top_k` highest scores, ascending, from scores of `scores_at`.
+
+    If scores are equal, the lower positions win. Positions of -1 are ignored, and -1 fills up the
+    result.
+    """
     bits = lax.bitcast_convert_type(scores, jnp.int32)
-    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # as the scores, NaN above all
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # the order of the scores, NaN above all
     order = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, ~order)
     _, found = lax.sort((order, positions), num_keys=2)
     return _ascending(found[..., :top_k])
@@ -200,8 +204,10 @@ def scores_at(
     layer: Array | int | None = None,
     k_scale: Array | None = None,
 ) -> Float[Array, "B S K"]:
-    """The float32 scores of `mla_index` at positions of each row, as it compares them; -inf where a
-    position is -1."""
+    """Returns `mla_index`'s float32 scores at the given positions of each row, as it compares them.
+
+    The score is -inf where a position is -1.
+    """
     seen, page = positions >= 0, index_cache.shape[-2]
     own = jnp.arange(len(block_tables))[:, None, None]
     pages = jnp.where(seen, block_tables[own, jnp.where(seen, positions, 0) // page], 0)
@@ -214,10 +220,11 @@ def scores_at(
 def _scores(
     q: jax.Array, weights: jax.Array, keys: jax.Array, scale: jax.Array | None, visible: jax.Array
 ) -> jax.Array:
-    """What [B, S, K] of keys, each token's or [B, 1, K, D] of all, are compared by, in float32.
+    """Returns the float32 scores [B, S, K] by which the indexer compares keys.
 
-    A sort does not know that 0 and -0 are equal, and NaN of any sign is above all. What is not
-    visible is below all that is, -inf included.
+    `keys` are [B, S, K, D], or [B, 1, K, D] if all tokens share them. A sort does not know that 0
+    and -0 are equal, so zeros get one sign. NaN of any sign ranks above all numbers. An invisible
+    key ranks below every visible one, even one with -inf.
     """
     if scale is not None:
         keys = keys.astype(q.dtype)  # FP8 numbers are exact in any dtype of queries
@@ -226,7 +233,7 @@ def _scores(
     else:
         scores = dot("bshd,bskd->bshk", q, keys)
     scores = dot("bsh,bshk->bsk", weights.astype(scores.dtype), jax.nn.relu(scores))
-    if scale is not None:  # above 0: relu and the sum leave it out
+    if scale is not None:  # the scale is positive, so it commutes with relu and the sum
         scores = scores * scale
     scores = jnp.where(scores == 0, 0, scores).astype(jnp.float32)
     lowest = jnp.finfo(jnp.float32).min
@@ -235,7 +242,7 @@ def _scores(
 
 
 def _ascending(positions: jax.Array) -> jax.Array:
-    """Ascending, and -1 behind them."""
+    """Sorts positions in ascending order, followed by the -1 entries."""
     none = jnp.iinfo(jnp.int32).max
     found = jnp.sort(jnp.where(positions < 0, none, positions), axis=-1)
     return jnp.where(found == none, -1, found)

@@ -1,4 +1,4 @@
-"""The cache of an indexer's keys: its checks, and the write of new keys."""
+"""The cache of an indexer's keys: argument checks, and the write of new keys."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ def check_index_cache(
     seq_lens: Any,
     layer: Any,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """The checked cache, its scales, and the block tables and lengths of rows.
+    """Returns the checked cache, its scales, and the rows' block tables and lengths.
 
     Raises:
-        TypeError, ValueError: an argument's dtype or shape does not fit, or a length or page that
-            is concrete; it is named.
+        TypeError, ValueError: An argument has a wrong dtype or shape, or a concrete length or page
+            is out of range; the message names it.
     """
     cache, block_tables, seq_lens = arguments.check_paged(
         index_cache, block_tables, seq_lens, layer, "index_cache", INDEX_KEYS
@@ -57,29 +57,29 @@ def mla_index_write(
     layer: Array | int | None = None,
     k_scale: Float[Array, "L N C"] | Float[Array, "N C"] | None = None,
 ) -> Any:
-    """The cache with the new tokens' index keys written, in place if the cache is donated.
+    """Writes the new tokens' index keys into the cache, in place if the cache is donated.
 
     Positions, padding and traced lengths are as in `mla_cache_write`.
 
     Args:
-        index_cache: a stack with `layer`, or one layer's pages. The page size is that of the
-            latents, because both share `block_tables`. A floating dtype, or float8_e4m3fn with
-            `k_scale`.
-        index_keys: the index keys of the new tokens, normed and rotated.
+        index_cache: A stack of layers (with `layer`) or one layer's pages. It shares
+            `block_tables`, and thus the page size, with the cache of latents. A floating dtype, or
+            float8_e4m3fn with `k_scale`.
+        index_keys: Keys of the new tokens, normed and rotated.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
-        seq_lens: int32 tokens of each row, the new ones included, at most M * C.
-        query_lens: int32 new tokens of each row, at most S; S, if None.
-        layer: index into the stack, a Python int or a traced scalar.
-        k_scale: the scales of a float8_e4m3fn cache, one for each token; donate them too. The op
-            computes the scales of the new tokens, which are powers of two. The scale of a key with
-            NaN or Inf is NaN.
+        seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
+        query_lens: int32 number of new tokens of each row, at most S. None means S.
+        layer: Index into the stack, a Python int or a traced scalar.
+        k_scale: The scales of a float8_e4m3fn cache, one per token; donate them too. The op
+            computes those of the new tokens, which are powers of two. FP8 numbers saturate, and Inf
+            becomes NaN; the scale of a key with either is NaN.
 
     Returns:
         The cache, or with `k_scale` a pair of the cache and its scales.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype or shape, a concrete length or page is
-            out of range, or two tokens have one position; the message names the argument.
+        TypeError, ValueError: An argument has a wrong dtype or shape, a concrete length or page is
+            out of range, or two tokens are written to one place; the message names it.
     """
     arguments = OpArguments("mla_index_write")
     keys = arguments.check("index_keys", index_keys, "B S D")

@@ -1,1 +1,1 @@
-"""Grammars that answers follow: from a request's fields to llguidance's text."""
+"""The grammars of answers, and the translation of JSON schemas and patterns for llguidance."""

@@ -1,4 +1,4 @@
-"""The grammar of a whole answer in Lark: thoughts first, then what the request asks for."""
+"""The Lark grammar of a whole answer: the reasoning, then the output that the request asks for."""
 
 import functools
 import json
@@ -12,18 +12,18 @@ from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.server.decoding.tool_formats.harmony import CHANNEL, MESSAGE, START, HarmonyFormat
 
 ANY_TEXT = r"/(?s:.*)/"
-SPACE = r"/[ \n]{0,4}/"  # between thoughts and answer
+SPACE = r"/[ \n]{0,4}/"  # between reasoning and answer
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 class AnswerGrammar:
-    """Writes grammars for the model's tokens and message format.
+    """A writer of grammars for a model's tokens and message format.
 
     Args:
-        special_tokens: id -> text of tokens that are no part of a text. A grammar names them by
-            their id: their letters are other tokens.
-        format_: None leaves thoughts and calls out, as in a completion.
-        prompt_end: the end of the prompt, which says whether the thoughts are open.
+        special_tokens: A map from id to text of the special tokens. A grammar refers to them by id,
+            because their spelled-out text consists of other tokens.
+        format_: The message format; None for an answer without reasoning and calls.
+        prompt_end: The end of the prompt's text, which shows whether the reasoning is open.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class AnswerGrammar:
 
     @functools.cached_property
     def _ids(self) -> Mapping[str, int]:
-        """Text -> id of special tokens. Most requests ask for no grammar, and need none."""
+        """The ids of special tokens by text, computed lazily: most requests need no grammar."""
         return {text: id for id, text in self._special_tokens.items() if text}
 
     @functools.cached_property
@@ -46,23 +46,23 @@ class AnswerGrammar:
         return re.compile("|".join(map(re.escape, longest_first)) or "$^")
 
     def pattern(self, pattern: str) -> str:
-        """An answer that a regular expression matches whole."""
+        """Returns the grammar of an answer that a regular expression matches entirely."""
         escaped = _SLASH.sub(lambda match: match[1] or r"\/", pattern).replace("\n", r"\n")
         return self._answer(f"answer: /{escaped}/")
 
     def choices(self, texts: Sequence[str]) -> str:
-        """An answer that is one of some texts."""
+        """Returns the grammar of an answer that is one of some texts."""
         literals = (json.dumps(text, ensure_ascii=False) for text in texts)
         return self._answer(f"answer: {' | '.join(literals)}")
 
     def schema(self, schema: Mapping[str, Any], param: str) -> str:
-        """An answer that is JSON by a schema."""
+        """Returns the grammar of an answer that is JSON according to a schema."""
         return self._answer(f"answer: %json {schema_text(schema, param)}")
 
     def calls(self, choice: ToolChoice) -> str:
-        """An answer of calls, in the model's own format.
+        """Returns the grammar of an answer of tool calls in the model's format.
 
-        Each tool's parameters are a schema of their own, whose `$ref`s refer to its root.
+        Each tool's parameters have a separate schema, and `$ref` refers to this schema's root.
         """
         assert self._format is not None
         frame, rules, names = self._format.style.frame, list[str](), list[str]()
@@ -86,7 +86,7 @@ class AnswerGrammar:
         return self._answer("\n".join(rules), called=True)
 
     def _answer(self, rules: str, *, called: bool = False) -> str:
-        """The rules of `answer`, after the thoughts."""
+        """Returns the grammar of the reasoning followed by the rules of `answer`."""
         format_ = self._format
         if format_ is None:
             return f"start: answer\n{rules}\n"
@@ -105,13 +105,13 @@ class AnswerGrammar:
         return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"
 
     def _thoughts(self, end: str, space: str = "") -> str:
-        """The rule of any text up to an end mark, and white space after it."""
+        """Returns the rule for any text up to an end mark, and white space after it."""
         if self._special.match(end):
             return f"thoughts: {ANY_TEXT} {self._literal(end)} {space}"
         return f"thoughts: inner {space}\ninner[suffix={json.dumps(end)}]: {ANY_TEXT}"
 
     def _literal(self, text: str) -> str:
-        """A text, whose special tokens are their ids; INDEX stands for a number."""
+        """Returns a text with special tokens as ids. INDEX in the text stands for any number."""
         parts: list[str] = []
         at = 0
         for match in self._special.finditer(text):
@@ -128,5 +128,5 @@ class AnswerGrammar:
 
 
 def _in_json(name: str) -> str:
-    """A function's name as it stands within a JSON string."""
+    """Returns a function's name, escaped for a JSON string."""
     return json.dumps(name, ensure_ascii=False)[1:-1]

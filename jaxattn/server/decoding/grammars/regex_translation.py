@@ -1,18 +1,20 @@
 """Translation of the patterns of JSON schemas into llguidance's regular expressions.
 
-Schemas use ECMAScript's, llguidance those of Rust. In Rust a `[` within a class begins another
-class, and `&&`, `--` and `~~` are operators.
+Schemas use ECMAScript's syntax, llguidance uses Rust's. In Rust, a `[` within a class begins
+another class, and `&&`, `--` and `~~` are operators.
 
-llguidance allows an escaped quote or backslash for any class that has a control character without
-an escape of its own, as `[^"]` has: the class loses these characters.
+If a class contains a control character that JSON cannot escape briefly, as `[^"]` does, llguidance
+also allows an escaped quote or backslash. The translation therefore removes these control
+characters from classes.
 """
 
-# U+0000 to U+001F except for \b, \t, \n, \f and \r: JSON writes them as \u00XX only.
+# U+0000 to U+001F except \b, \t, \n, \f and \r: JSON can only write them as \u00XX.
 _UNNAMED = r"[\x00-\x07\x0b\x0e-\x1f]"
 
 
 def exact_pattern(pattern: str) -> str:
-    """The pattern in Rust's spelling. One that is damaged stays as it is, and is refused later."""
+    """Returns the pattern in Rust's syntax. A malformed pattern stays as it is: llguidance will
+    reject it."""
     parts: list[str] = []
     at = 0
     while at < len(pattern):
@@ -32,7 +34,7 @@ def exact_pattern(pattern: str) -> str:
 
 
 def _class_end(pattern: str, at: int) -> int | None:
-    """The place of the bracket that ends a class, if one does."""
+    """Returns the position of the bracket that ends a class; None if it is missing."""
     at += 1
     while at < len(pattern) and pattern[at] != "]":
         at += 2 if pattern[at] == "\\" else 1

@@ -1,6 +1,6 @@
-"""Disjointness of the schemas of a `oneOf`: where they exclude each other, it is an `anyOf`.
+"""The disjointness of the schemas of a `oneOf`. If they are disjoint, `oneOf` equals `anyOf`.
 
-Schemas of discriminated unions do: a property that all require has another value in each.
+The schemas of discriminated unions are disjoint: all require one property, each with another value.
 """
 
 import itertools
@@ -14,7 +14,7 @@ MOST_DEPTH = 8
 
 
 def disjoint(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
-    """Whether no value is valid by two of some schemas, as far as it is easily seen."""
+    """Returns True if it is easy to prove that no value is valid for two of the schemas."""
     pairs = list(itertools.islice(itertools.combinations(schemas, 2), MOST_PAIRS + 1))
     return len(pairs) <= MOST_PAIRS and all(_apart(a, b, root, MOST_DEPTH) for a, b in pairs)
 
@@ -52,7 +52,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _literals(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The values of a const or an enum, as (type, value): 1 is not true."""
+    """Returns the values of a const or an enum as (is bool, value), to distinguish 1 from true."""
     found = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(found, list):
         return None
@@ -60,7 +60,7 @@ def _literals(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _names(schema: Mapping[str, Any]) -> list[str]:
-    """The properties that a schema requires and describes."""
+    """Returns the names of the properties that a schema both requires and describes."""
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         return []

@@ -1,8 +1,8 @@
 """Translation of JSON schemas into schemas that llguidance applies exactly.
 
-llguidance reads numbers as float64, knows ten formats, and has a few faults that a schema can
-avoid. A schema is rewritten so that each text that llguidance then allows is valid by the original.
-Where that is impossible, the request is refused and the error names the place.
+llguidance reads numbers as float64, knows ten formats, and has a few bugs that a schema can avoid.
+The translation rewrites a schema so that every text that llguidance then allows is valid for the
+original. If this is impossible, it raises an error that names the place in the schema.
 """
 
 import json
@@ -19,20 +19,19 @@ MOST_DEPTH = 100
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# A number of a pattern that llguidance builds from bounds has to be an int64, without its ends: it
-# computes -(-2**63), which ends the process.
+# llguidance needs int64 bounds without the extremes: it computes -(-2**63), which ends the process.
 MOST_BOUND = 2**63 - 2**10
 MOST_NUMBER_BOUND = 10**18
-MOST_EXACT = 2**53  # the integers up to it are float64s
-MOST_DIGITS = 15  # of a float that llguidance writes as it was
+MOST_EXACT = 2**53  # float64 represents the integers up to this one exactly
+MOST_DIGITS = 15  # the digits of a float that llguidance reproduces exactly
 OPTIONS = {
-    # White space at each place, at most: a space, or a new line with its indentation. A model that
-    # is not sure would otherwise fill the answer with it.
+    # The longest white space: a space, or a newline with indentation. With more, an uncertain model
+    # could fill the answer with white space.
     "whitespace_pattern": r"( |\n[ \t]{0,64})",
-    # Not \uXXXX: with it a key of additionalProperties can spell a key of properties.
+    # Excludes \uXXXX, with which a key of additionalProperties could spell a key of properties.
     "json_allowed_escapes": 'nrbtf\\"',
 }
-# Keywords whose values are schemas: one, in a list, in an object.
+# Keywords whose values are one schema, a list of schemas, or an object of schemas.
 ONE = (
     "additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else",
     "unevaluatedProperties", "unevaluatedItems",
@@ -44,13 +43,13 @@ APPLICATORS = {"anyOf", "allOf", "oneOf", "$ref", "if", "then", "else", "depende
 
 
 def schema_text(schema: Mapping[str, Any], param: str) -> str:
-    """The JSON of a schema, rewritten, with the options that llguidance reads it with.
+    """Returns the JSON of the rewritten schema, with llguidance's options.
 
     Args:
-        param: the field that the schema stands in, which errors name.
+        param: The field that contains the schema, which errors name.
 
     Raises:
-        ApiError: 400, the schema asks for what llguidance cannot hold.
+        ApiError: 400 if llguidance cannot apply the schema exactly.
     """
     held = _Rewriting(schema).schema(schema, param, MOST_DEPTH)
     try:
@@ -67,7 +66,7 @@ class _Rewriting:
 
     def schema(self, given: Any, where: str, depth: int) -> Any:
         if not isinstance(given, dict):
-            return given  # true, false, or what llguidance refuses
+            return given  # true, false, or a value that llguidance rejects
         if not depth:
             raise _refused(where, f"lies deeper than {MOST_DEPTH} schemas in each other")
         made = {key: value for key, value in given.items() if key != "x-guidance"}
@@ -98,7 +97,7 @@ class _Rewriting:
         return made
 
     def _annotations(self, made: dict[str, Any]) -> None:
-        """Drops what restricts nothing."""
+        """Drops keywords that restrict nothing, such as an unknown format."""
         if made.get("format") not in FORMATS:
             made.pop("format", None)
         if made.get("uniqueItems") is False:
@@ -120,14 +119,14 @@ class _Rewriting:
             }
 
     def _names(self, made: dict[str, Any]) -> None:
-        """Turns `propertyNames` into `patternProperties`, where no other key has a schema."""
+        """Turns `propertyNames` into `patternProperties`, if the schema describes no properties."""
         names = made.get("propertyNames")
         if names is True or (isinstance(names, dict) and _any_string(names)):
             del made["propertyNames"]
         if not isinstance(names, dict) or "propertyNames" not in made:
             return
         if made.get("patternProperties") or made.get("properties"):
-            return  # llguidance refuses it
+            return  # llguidance rejects the schema
         known = set(names) - {"type", "title", "description"}
         if known == {"pattern"} and isinstance(names["pattern"], str):
             pattern = exact_pattern(names["pattern"])
@@ -145,7 +144,7 @@ class _Rewriting:
         for place, value in enumerate(made["enum"] if isinstance(made.get("enum"), list) else ()):
             _check_value(value, f"{where}.enum[{place}]")
         for bound, exclusive in (LOWER, UPPER):
-            if isinstance(made.get(exclusive), bool):  # of OpenAPI 3.0 and draft 4
+            if isinstance(made.get(exclusive), bool):  # as in OpenAPI 3.0 and draft 4
                 if made.pop(exclusive) and bound in made:
                     made[exclusive] = made.pop(bound)
         most = MOST_BOUND if made.get("type") == "integer" else MOST_NUMBER_BOUND
@@ -156,7 +155,7 @@ class _Rewriting:
 
 
 def _any_string(schema: Mapping[str, Any]) -> bool:
-    """Whether each string is valid."""
+    """Whether every string is valid for a schema."""
     return not set(schema) - {"type", "title", "description"} and schema.get("type") in (
         None,
         "string",
@@ -164,10 +163,10 @@ def _any_string(schema: Mapping[str, Any]) -> bool:
 
 
 def _inner(value: float, most: int, *, lower: bool, where: str) -> int:
-    """The nearest float64 within a bound that is not too large for llguidance.
+    """Returns the nearest integer within a bound that is a float64 and at most `most` in size.
 
     Raises:
-        ApiError: 400, no number within the bound is small enough.
+        ApiError: 400 if no number within the bound is small enough.
     """
     if (value > most) if lower else (value < -most):
         raise _refused(where, f"is {value}, and bounds can be up to {most:,}")

@@ -1,1 +1,1 @@
-"""Published formats of tool calls, each with a reader that works while the text arrives."""
+"""The published formats of tool calls, each with an incremental reader."""

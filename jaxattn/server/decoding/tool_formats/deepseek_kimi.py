@@ -1,4 +1,4 @@
-"""Calls in a section of special tokens: DeepSeek's and Kimi's."""
+"""DeepSeek's and Kimi's formats of tool calls, which use a section between special tokens."""
 
 import abc
 import re
@@ -17,9 +17,13 @@ _KIMI_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
 
 
 class SectionFormat(ToolFormat, abc.ABC):
-    """Calls between two marks of their own, in a section that one mark begins and one ends.
+    """The base class of formats with marks around each call and around the section of all calls.
 
-    Calls whose section has no begin mark are read too.
+    The reader also accepts a section without its begin mark.
+
+    Attributes:
+        section: The marks before and after the section.
+        call: The marks before and after each call.
     """
 
     section: tuple[str, str]
@@ -47,7 +51,7 @@ class SectionFormat(ToolFormat, abc.ABC):
 
 
 class DeepSeekV31Format(SectionFormat):
-    """name<｜tool▁sep｜>{...} in each call, of DeepSeek-V3.1."""
+    """DeepSeek-V3.1's format: name<｜tool▁sep｜>{...} in each call."""
 
     name = "deepseek_v31"
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -72,7 +76,7 @@ class DeepSeekV31Format(SectionFormat):
 
 
 class DeepSeekV3Format(DeepSeekV31Format):
-    """function<｜tool▁sep｜>name and a code block of JSON in each call, of DeepSeek-V3 and R1."""
+    """DeepSeek-V3's and R1's format: function<｜tool▁sep｜>name and a JSON code block per call."""
 
     name = "deepseek_v3"
     frame = CallFrame(
@@ -98,9 +102,9 @@ class DeepSeekV3Format(DeepSeekV31Format):
 
 
 class KimiFormat(SectionFormat):
-    """functions.name:0<|tool_call_argument_begin|>{...} in each call, of Kimi-K2.
+    """Kimi-K2's format: functions.name:0<|tool_call_argument_begin|>{...} in each call.
 
-    The model writes the id of a call itself and expects it in the history.
+    The model writes the id of each call itself, and expects this id in the history.
     """
 
     name = "kimi_k2"

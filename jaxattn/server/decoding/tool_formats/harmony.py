@@ -1,4 +1,4 @@
-"""gpt-oss' harmony: a message of several parts, each with a channel and perhaps a recipient."""
+"""gpt-oss' harmony format: messages of several parts, each with a channel and maybe a recipient."""
 
 import re
 import secrets
@@ -31,7 +31,7 @@ _PARTS = MarkSet((START, CHANNEL, *ENDS))
 
 
 class HarmonyFormat:
-    """<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"""
+    """The format <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"""
 
     name = "harmony"
     shown = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
@@ -43,11 +43,13 @@ class HarmonyFormat:
 
 
 class HarmonyParser:
-    """A `MessageParser`: the analysis is reasoning, calls have a function as their recipient.
+    """A `MessageParser` for harmony.
+
+    The analysis channel is reasoning. A part whose recipient is a function is a tool call.
 
     Args:
-        tools: that may be called; None leaves calls as text.
-        parallel: whether more than one call is given on.
+        tools: The tools that the model may call; None leaves calls as text.
+        parallel: Whether to return more than one call.
     """
 
     def __init__(self, tools: ToolSchemas | None, *, parallel: bool = True):
@@ -83,7 +85,7 @@ class HarmonyParser:
                 if cursor.ended:
                     return
                 yield None
-            if (yield from cursor.one_of(*ENDS)) is not None:  # of a part without text
+            if (yield from cursor.one_of(*ENDS)) is not None:  # a part without text
                 continue
             cursor.commit()
             try:
@@ -109,10 +111,10 @@ class HarmonyParser:
             yield from self._streamed(kind)
 
     def _header(self) -> Scan[str]:
-        """What stands before the text of a part.
+        """Reads the header of a part, up to its text.
 
         Raises:
-            Unreadable: no part begins here.
+            Unreadable: If no part begins here.
         """
         cursor = self._cursor
         begin = yield from cursor.one_of(START, CHANNEL, *CHANNELS)
@@ -143,7 +145,7 @@ class HarmonyParser:
         return ToolCall(self._calls, f"call_{secrets.token_hex(12)}", name, arguments)
 
     def _streamed(self, kind: str) -> Generator[MessageEvent | None, None, None]:
-        """The text of a part, as it comes."""
+        """Yields the text of a part as it arrives."""
         cursor = self._cursor
         while True:
             match = _PARTS.pattern.search(cursor.text)
@@ -163,7 +165,7 @@ class HarmonyParser:
 
 
 def _kind(header: str) -> str:
-    """What a part without a call is; what built-in tools are told belongs to the thoughts."""
+    """Returns the kind of a part without a call. Messages to built-in tools count as reasoning."""
     match = _CHANNEL.search(header)
     analysis = match is not None and match[0] == "analysis"
     return "reasoning" if analysis or _OTHER_RECIPIENT.search(header) else "content"

@@ -1,4 +1,4 @@
-"""Calls as JSON in <tool_call> tags, as Hermes and Qwen3 write them."""
+"""Hermes' format of tool calls: JSON in <tool_call> tags, which Qwen3 also uses."""
 
 from jaxattn.server.decoding.tool_formats import lossless_json
 from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
@@ -15,7 +15,7 @@ BARE = '{"name": "'  # a call whose begin tag is missing
 
 
 class HermesFormat(ToolFormat):
-    """<tool_call>{"name": "f", "arguments": {...}}</tool_call>, in Hermes and Qwen3."""
+    """Hermes' and Qwen3's format: <tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
 
     name = "hermes"
     frame = CallFrame(before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>")
@@ -39,12 +39,12 @@ class HermesFormat(ToolFormat):
 
 
 def declared_name(cursor: TextCursor, begin: str, tools: ToolSchemas) -> Scan[None]:
-    """Looks ahead: a mark and a tool's name stand here, and nothing is consumed.
+    """Checks that a mark and a tool's name come next, without consuming them.
 
-    Text that only resembles a call, such as JSON about a person, is text at its next quote.
+    Text that only resembles a call, such as JSON about a person, fails at its next quote.
 
     Raises:
-        Unreadable: the name is no tool's.
+        Unreadable: If no tool has this name.
     """
     yield from cursor.literal(begin)
     name, mark = yield from cursor.until('"')
@@ -54,10 +54,10 @@ def declared_name(cursor: TextCursor, begin: str, tools: ToolSchemas) -> Scan[No
 
 
 def draft(text: str) -> CallDraft:
-    """The call of an object with "name" and "arguments", or "parameters" as Llama has it.
+    """Returns the call in a JSON object with "name" and "arguments", or Llama's "parameters".
 
     Raises:
-        Unreadable: the text is no such object.
+        Unreadable: If the text is not such an object.
     """
     given = lossless_json.members(text)
     keys = [key for key in ("arguments", "parameters") if key in given]
@@ -67,7 +67,7 @@ def draft(text: str) -> CallDraft:
     if keys:
         value = given[keys[0]]
         arguments = value.text
-        if isinstance(value.value, str):  # some models quote the object
+        if isinstance(value.value, str):  # some models write the object as a string
             arguments = lossless_json.compacted(lossless_json.object_text(value.string))
         elif not isinstance(value.value, dict):
             raise Unreadable

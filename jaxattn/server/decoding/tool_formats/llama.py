@@ -1,4 +1,4 @@
-"""Calls as a bare JSON object, as Llama 3 writes them."""
+"""Llama 3's format of tool calls: bare JSON objects."""
 
 from jaxattn.server.decoding.tool_formats.hermes import declared_name, draft
 from jaxattn.server.decoding.tool_formats.text_cursor import TextCursor, Unreadable
@@ -16,7 +16,7 @@ STARTS = ('{"name": "', '{"name":"', '{"type": "function", "name": "')
 class LlamaFormat(ToolFormat):
     """{"name": "f", "parameters": {...}}, with or without <|python_tag|>; `;` separates calls.
 
-    Without the tag the calls are the whole message, and each names a tool of the request.
+    Without the tag, the calls must be the whole message, and each must name a tool of the request.
     """
 
     name = "llama3"

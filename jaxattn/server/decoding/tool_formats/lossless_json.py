@@ -1,7 +1,7 @@
-"""JSON text of a model that is checked and kept as it was written.
+"""Validation of a model's JSON that keeps the text as it was written.
 
-A number keeps its digits, whatever their count: 2**64 + 1 read into a float and written again
-would be another number.
+Numbers keep all of their digits. Reading 2**64 + 1 into a float and writing it again would change
+the number.
 """
 
 import dataclasses
@@ -27,18 +27,18 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-# Numbers stay text: neither the count of digits nor the exponent can be too large.
+# Numbers stay text, so no number has too many digits or too large an exponent.
 _DECODER = json.JSONDecoder(parse_int=_Integer, parse_float=_Number, parse_constant=_no_constant)
 
 
-quoted = json.encoder.encode_basestring  # a text as a string of JSON
+quoted = json.encoder.encode_basestring  # encodes a text as a JSON string
 
 
 def parsed(text: str) -> Any:
-    """A JSON text, whose numbers are their digits.
+    """Parses a JSON text. Numbers become strings of their digits.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: If the text is not JSON.
     """
     try:
         return _DECODER.decode(text)
@@ -47,7 +47,7 @@ def parsed(text: str) -> Any:
 
 
 def compacted(text: str) -> str:
-    """A JSON text without white space outside of strings."""
+    """Returns a JSON text without white space outside of strings."""
     parts, at = list[str](), 0
     while (begin := text.find('"', at)) >= 0:
         parts.append("".join(text[at:begin].split()))
@@ -57,10 +57,10 @@ def compacted(text: str) -> str:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object; `{}` for none at all.
+    """Returns a stripped text after checking that it is a JSON object; `{}` for an empty text.
 
     Raises:
-        Unreadable: it is something else.
+        Unreadable: If the text is not a JSON object.
     """
     text = text.strip() or "{}"
     if not text.startswith("{"):
@@ -73,10 +73,10 @@ def object_text(text: str) -> str:
 
 
 def literal(text: str) -> str:
-    """A text that should be JSON; Python's words for true, false and null are taken for it.
+    """Returns a JSON text without white space; also accepts Python's `True`, `False` and `None`.
 
     Raises:
-        Unreadable: it is something else.
+        Unreadable: If the text is not JSON.
     """
     text = text.strip()
     text = PYTHON_LITERALS.get(text, text)
@@ -89,17 +89,17 @@ def literal(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JsonValue:
-    """A value with the text that it was read from."""
+    """A JSON value and its source text."""
 
     value: Any
     text: str
 
     @property
     def string(self) -> str:
-        """The value, where it is a string.
+        """The value, which must be a string.
 
         Raises:
-            Unreadable: it is none.
+            Unreadable: If it is not a string.
         """
         if not isinstance(self.value, str) or isinstance(self.value, _Number):
             raise Unreadable
@@ -107,10 +107,10 @@ class JsonValue:
 
 
 def members(text: str) -> dict[str, JsonValue]:
-    """The members of a JSON object.
+    """Returns the members of a JSON object.
 
     Raises:
-        Unreadable: it is no object, or names a member twice.
+        Unreadable: If the text is not an object, or has two members with the same name.
     """
     found: dict[str, JsonValue] = {}
     at = _space(text, 1)
@@ -135,7 +135,7 @@ def _value(text: str, at: int) -> tuple[JsonValue, int]:
 
 
 def _next(text: str, at: int) -> int:
-    """The place of the next member, or of the bracket that ends them."""
+    """Returns the position of the next member, or of the closing bracket."""
     at = _space(text, at)
     if text[at] == ",":
         at = _space(text, at + 1)
@@ -153,7 +153,7 @@ def _space(text: str, at: int) -> int:
 
 
 def json_type(text: str) -> str | None:
-    """The JSON type that a text reads as; None if it is no JSON."""
+    """Returns the JSON type of a text; None if it is not JSON."""
     try:
         value = parsed(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Calls after [TOOL_CALLS], in both of Mistral's forms."""
+"""Mistral's two formats of tool calls, both after [TOOL_CALLS]."""
 
 import re
 import secrets
@@ -15,12 +15,12 @@ from jaxattn.server.decoding.tool_formats.tool_format import (
 )
 
 TAG, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-BARE = '[{"name": "'  # a message whose tag is missing
-_ID = re.compile("[a-zA-Z0-9]{9}")  # of this form only: the templates refuse others
+BARE = '[{"name": "'  # begins a message whose tag is missing
+_ID = re.compile("[a-zA-Z0-9]{9}")  # the chat templates reject other ids
 
 
 class MistralFormat(ToolFormat):
-    """[TOOL_CALLS]f[ARGS]{...} for each call, of the tokenizers from version 11."""
+    """The format of Mistral's tokenizers from version 11: [TOOL_CALLS]f[ARGS]{...} per call."""
 
     name = "mistral"
     shown = (TAG, ID, ARGUMENTS)
@@ -33,7 +33,7 @@ class MistralFormat(ToolFormat):
         return (BARE, *self._named(tools))
 
     def _named(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """Calls whose tag is missing."""
+        """Returns the beginnings of calls whose tag is missing."""
         return tuple(f"{name}{ARGUMENTS}" for name in tools.parameters)
 
     def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
@@ -78,7 +78,7 @@ class MistralFormat(ToolFormat):
 
 
 class MistralArrayFormat(MistralFormat):
-    """[TOOL_CALLS] [{"name": "f", "arguments": {...}}], of the tokenizers before version 11."""
+    """The format of the older tokenizers: [TOOL_CALLS] [{"name": "f", "arguments": {...}}]"""
 
     name = "mistral_array"
     frame = CallFrame(

@@ -1,4 +1,4 @@
-"""Types that a JSON schema declares, and the JSON of an argument written without quotes."""
+"""The types that a JSON schema declares, and the conversion of unquoted arguments to JSON."""
 
 import json
 from collections.abc import Mapping
@@ -16,18 +16,19 @@ _MOST_REFERENCES = 16
 
 
 def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
-    """The JSON of an argument that a model wrote without quotes, by the type that is declared.
+    """Returns the JSON of an argument that a model wrote without quotes.
 
-    A text that reads as no declared type is a string.
+    A text that is not JSON becomes a string. So does JSON of an undeclared type, if the schema
+    allows strings.
 
     Args:
-        schema: of the argument; None where the tool declares none.
-        root: the schema that `$ref` refers to.
+        schema: The argument's schema; None if the tool declares none.
+        root: The root schema, to which `$ref` refers.
     """
     kinds, plain = declared_types(schema, root), text.strip()
     kind, text_is_one = json_type(plain), "string" in kinds
     if kinds != TYPES:
-        if kind == "string" and text_is_one:  # the quotes are part of it
+        if kind == "string" and text_is_one:  # the quotes belong to the string
             kind = None
         python = PYTHON_LITERALS.get(plain, "")
         if json_type(python) in kinds and not (python == "null" and text_is_one):
@@ -38,7 +39,7 @@ def spelled(text: str, schema: object, root: Mapping[str, Any]) -> str:
 
 
 def declared_types(schema: object, root: Mapping[str, Any], references: int = 0) -> set[str]:
-    """The types that a schema accepts, as far as it says; all of them where it says nothing."""
+    """Returns a superset of the types that a schema accepts; all types if it declares none."""
     if not isinstance(schema, Mapping) or references > _MOST_REFERENCES:
         return set(TYPES)
     kinds = set(TYPES)
@@ -65,7 +66,7 @@ def declared_types(schema: object, root: Mapping[str, Any], references: int = 0)
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> object:
-    """What `#/$defs/name` names in a schema; None where there is none."""
+    """Returns the subschema that a reference such as `#/$defs/name` points to; None without one."""
     if not reference.startswith("#"):
         return None
     found: Any = root

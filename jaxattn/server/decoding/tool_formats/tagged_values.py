@@ -1,7 +1,7 @@
-"""Calls whose arguments are texts between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
+"""Formats of tool calls with arguments between tags: Qwen3-Coder's, GLM's and DeepSeek-V3.2's.
 
-A value is the text between its tags; only the tool's schema says whether `12345` is a string. An
-end tag within a value ends it only where what follows an argument follows the tag.
+A value is the text between its tags. Only the tool's schema determines whether `12345` is a string.
+An end tag ends a value only if it is followed by a tag that may come after an argument.
 """
 
 from jaxattn.server.decoding.tool_formats import lossless_json, schema_types
@@ -32,7 +32,8 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 class QwenCoderFormat(HermesFormat):
     """<tool_call><function=f><parameter=x>1</parameter></function></tool_call>
 
-    Qwen3-Coder and Qwen3.5 write it. Like these models, the reader also takes Hermes' JSON.
+    Qwen3-Coder and Qwen3.5 use this format. As these models also write Hermes' JSON, the reader
+    accepts it.
     """
 
     name = "qwen3_coder"
@@ -66,11 +67,11 @@ class QwenCoderFormat(HermesFormat):
         yield _call(name, values, tools)
 
     def _value(self, cursor: TextCursor, others: list[str]) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
+        """Reads a value and its end tag, and returns the value and the tag after it.
 
         Raises:
-            Unreadable: the call ends, or an argument that has no value yet begins, before the
-                end tag: it is missing.
+            Unreadable: If the end tag is missing, because the call ends or an argument without a
+                value begins before it.
         """
         begun = [f"\n{PARAMETER}{each}>" for each in others]
         parts: list[str] = []
@@ -88,9 +89,9 @@ class QwenCoderFormat(HermesFormat):
 
 
 class GlmFormat(HermesFormat):
-    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>, in GLM-4.5 and later.
+    """<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>
 
-    The reader also takes Hermes' JSON.
+    GLM-4.5 and later models use this format. The reader also accepts Hermes' JSON.
     """
 
     name = "glm"
@@ -125,10 +126,10 @@ class GlmFormat(HermesFormat):
         yield _call(name, values, tools)
 
     def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
+        """Reads a value and its end tag, and returns the value and the tag after it.
 
         Raises:
-            Unreadable: the next value or call begins before the end tag: it is missing.
+            Unreadable: If the end tag is missing, because the next value or call begins before it.
         """
         parts: list[str] = []
         while True:
@@ -145,7 +146,7 @@ class GlmFormat(HermesFormat):
 
 
 class DsmlFormat(ToolFormat):
-    """DeepSeek-V3.2's markup, whose parameters say whether they are strings or JSON.
+    """DeepSeek-V3.2's markup, which marks each parameter as a string or as JSON.
 
     <｜DSML｜function_calls>
     <｜DSML｜invoke name="f">
@@ -153,7 +154,7 @@ class DsmlFormat(ToolFormat):
     </｜DSML｜invoke>
     </｜DSML｜function_calls>
 
-    An invocation may hold a JSON object in the place of parameters. DeepSeek-V4's section is called
+    An invocation may contain a JSON object instead of parameters. DeepSeek-V4 calls the section
     tool_calls.
     """
 
@@ -189,7 +190,7 @@ class DsmlFormat(ToolFormat):
             invokes = (yield from cursor.one_of(INVOKE, *ends)) == INVOKE
 
     def _parameters(self, cursor: TextCursor) -> Scan[str]:
-        """The object of an invocation's parameters, up to its end tag, which is consumed."""
+        """Reads an invocation's parameters and its end tag, and returns them as a JSON object."""
         found: dict[str, str] = {}
         mark = yield from cursor.one_of(GIVEN, INVOKE_END)
         while mark == GIVEN:
@@ -205,10 +206,11 @@ class DsmlFormat(ToolFormat):
         return _object(found)
 
     def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
-        """(the value up to its end tag, the tag after that).
+        """Reads a value and its end tag, and returns the value and the tag after it.
 
         Raises:
-            Unreadable: the next value begins or the call ends before the end tag: it is missing.
+            Unreadable: If the end tag is missing, because the next value begins or the call ends
+                before it.
         """
         parts: list[str] = []
         while True:
@@ -222,7 +224,7 @@ class DsmlFormat(ToolFormat):
 
 
 def _name(cursor: TextCursor, end: str) -> Scan[str]:
-    """A function's or an argument's name, up to an end mark in the same line."""
+    """Reads the name of a function or an argument, up to an end mark in the same line."""
     text, mark = yield from cursor.until(end, "\n")
     name = text.strip()
     if mark != end or not 0 < len(name) <= MOST_NAME:
@@ -240,6 +242,6 @@ def _call(name: str, values: dict[str, str], tools: ToolSchemas) -> CallDraft:
 
 
 def _object(values: dict[str, str]) -> str:
-    """The JSON of an object, of that of its values."""
+    """Returns a JSON object, given the JSON of its values."""
     pairs = (f"{lossless_json.quoted(key)}:{value}" for key, value in values.items())
     return "{" + ",".join(pairs) + "}"

@@ -1,7 +1,7 @@
 """A cursor over text that arrives in pieces, for readers that are generators.
 
-A reader yields None where it needs more text and goes on from there, so that no text is read
-twice. The cursor keeps all text since the last `commit`: if a reader fails, it is text.
+A reader yields None when it needs more text, and then continues, so that it reads no text twice.
+The cursor keeps all text since the last `commit`: if a reader fails, this text becomes content.
 """
 
 import functools
@@ -12,27 +12,27 @@ from collections.abc import Generator
 
 type Scan[T] = Generator[None, None, T]
 
-_OUTSIDE = re.compile(r'["{}\[\]]')  # of a string of JSON
+_OUTSIDE = re.compile(r'["{}\[\]]')  # the relevant characters outside of a JSON string
 _WORD = re.compile(r"[\w.:/-]+")
 _INSIDE = re.compile(r'["\\]')
-_SPACE = re.compile(r"(?<![\w.+-])[ \t\n\r]+|[ \t\n\r]+(?![\w.+-])")  # of JSON, but between words
+_SPACE = re.compile(r"(?<![\w.+-])[ \t\n\r]+|[ \t\n\r]+(?![\w.+-])")  # except between two words
 MOST_NAME = 256  # characters
-MOST_DEPTH = 256  # of JSON; its readers are recursive
+MOST_DEPTH = 256  # of nested JSON, whose parsers are recursive
 
 
 class Unreadable(Exception):
-    """The text is no call of this format."""
+    """The text is not a call in this format."""
 
 
 @functools.lru_cache(maxsize=256)
 class MarkSet:
-    """Some marks to search for together.
+    """A set of marks to search for together.
 
     Attributes:
-        pattern: finds the first of them.
-        prefixes: what a mark may begin with, where the rest has not arrived.
-        first: the first character of the first mark.
-        firsts: finds the first character of any mark.
+        pattern: The pattern that finds the first mark in a text.
+        prefixes: The proper prefixes of all marks.
+        first: The first character of the first mark.
+        firsts: The pattern that finds the first character of any mark.
     """
 
     def __init__(self, marks: tuple[str, ...]):
@@ -44,7 +44,7 @@ class MarkSet:
         self._longest = max(map(len, marks))
 
     def begun(self, text: str) -> int:
-        """The characters at the end of a text that may be the beginning of a mark."""
+        """Returns the number of characters at a text's end that may be the beginning of a mark."""
         if not text.endswith(self.prefixes):
             return 0
         most = min(len(text), self._longest - 1)
@@ -52,20 +52,22 @@ class MarkSet:
 
 
 class TextCursor:
-    """Unread text, and whether more may come.
+    """The unread text, which grows until the end of the message.
+
+    The methods that return `Scan[T]` are generators: call them with `yield from`.
 
     Attributes:
-        text: that no reader has consumed.
-        ended: whether all text has arrived.
+        text: The text that no reader has consumed.
+        ended: Whether all text has arrived.
     """
 
     def __init__(self) -> None:
         self.text, self.ended = "", False
         self._kept = io.StringIO()
-        self._sought: re.Pattern[str] | None = None  # by a reader that has read all there is
+        self._sought: re.Pattern[str] | None = None  # by a reader that has consumed all text
 
     def feed(self, text: str) -> bool:
-        """Takes more text. False if a reader waits, and the text has nothing that it seeks."""
+        """Adds text. Returns False if a reader waits for a pattern that the text does not match."""
         self._kept.write(text)
         if self._sought is not None and not self._sought.search(text):
             return False
@@ -73,12 +75,12 @@ class TextCursor:
         return True
 
     def commit(self) -> None:
-        """What was consumed so far is settled."""
+        """Forgets the consumed text, so that `rewind` returns to here."""
         self._kept = io.StringIO()
         self._kept.write(self.text)
 
     def rewind(self) -> None:
-        """All text since the last `commit` is unread again."""
+        """Makes all text since the last `commit` unread again."""
         self.text = self._kept.getvalue()
 
     def take(self, count: int) -> str:
@@ -89,7 +91,7 @@ class TextCursor:
         """Waits for more text.
 
         Raises:
-            Unreadable: there is none.
+            Unreadable: If all text has arrived.
         """
         if self.ended:
             raise Unreadable
@@ -97,30 +99,30 @@ class TextCursor:
 
     @property
     def _place(self) -> int:
-        """Where the unread text begins, counted from the last `commit`."""
+        """The position of the unread text, counted from the last `commit`."""
         return self._kept.tell() - len(self.text)
 
     def _since(self, place: int) -> str:
-        """The text from a place to the unread text."""
+        """Returns the text from a position to the unread text."""
         return self._kept.getvalue()[place : self._place]
 
     def _compact(self, ends: list[int]) -> str:
-        """The text between the first and the last of some places, of which every second one begins
-        a string."""
+        """Returns the text between the first and the last position of `ends`, without white space
+        outside of strings. Every second position begins a string."""
         text, spans = self._kept.getvalue(), list(itertools.pairwise(ends))
         parts = [text[begin:end] for begin, end in spans]
         parts[::2] = [_SPACE.sub("", part) for part in parts[::2]]
         return "".join(parts)
 
     def _sought_in(self, sought: re.Pattern[str]) -> Scan[None]:
-        """Waits for text that has what is sought; text without it is read."""
+        """Waits for text that matches `sought`. Text that does not match counts as consumed."""
         if not self.text:
             self._sought = sought
         yield from self.more()
         self._sought = None
 
     def space(self) -> Scan[str]:
-        """White space, which may be none. Text follows it, or nothing does."""
+        """Consumes and returns white space, which may be empty, up to other text or the end."""
         found = ""
         while True:
             rest = self.text.lstrip()
@@ -130,7 +132,7 @@ class TextCursor:
             yield
 
     def one_of(self, *marks: str) -> Scan[str | None]:
-        """The mark that stands here, which is consumed, or None."""
+        """Consumes and returns the mark that comes next; None if none of the marks does."""
         while True:
             for mark in marks:
                 if self.text.startswith(mark):
@@ -140,15 +142,19 @@ class TextCursor:
             yield
 
     def literal(self, mark: str) -> Scan[None]:
-        """Consumes a mark that must stand here."""
+        """Consumes a mark.
+
+        Raises:
+            Unreadable: If the mark does not come next.
+        """
         if (yield from self.one_of(mark)) is None:
             raise Unreadable
 
     def word(self) -> Scan[str]:
-        """A name of letters, digits and a few marks.
+        """Consumes and returns a name of letters, digits and `_.:/-`.
 
         Raises:
-            Unreadable: something else stands here.
+            Unreadable: If no name comes next, or it is longer than `MOST_NAME`.
         """
         while True:
             match = _WORD.match(self.text)
@@ -161,7 +167,7 @@ class TextCursor:
             yield from self.more()
 
     def until(self, *marks: str) -> Scan[tuple[str, str]]:
-        """(the text before the first of some marks, that mark); both are consumed."""
+        """Consumes the text up to the first of some marks; returns this text and the mark."""
         known, begin = MarkSet(marks), self._place
         while True:
             if match := known.pattern.search(self.text):
@@ -171,17 +177,17 @@ class TextCursor:
             yield from self._sought_in(known.firsts)
 
     def json(self, opens: str = "{") -> Scan[str]:
-        """The text of a JSON value that begins with one of some brackets, to its last bracket,
-        without white space outside of strings.
+        """Consumes a JSON value that begins with a bracket of `opens`, and returns its text without
+        white space outside of strings.
 
-        Brackets within strings do not count. Whether the value is JSON is for others to check:
-        white space that parts two words stays.
+        This method only matches brackets; the caller must check that the value is JSON. White
+        space between two words therefore stays.
         """
         while not self.text:
             yield from self.more()
         if self.text[0] not in opens:
             raise Unreadable
-        ends = [self._place]  # of strings and of what stands between them
+        ends = [self._place]  # positions at which strings and the text between them end
         depth, inside, at = 0, False, 0
         while True:
             sought = _INSIDE if inside else _OUTSIDE

@@ -1,4 +1,4 @@
-"""The interface of a format of tool calls."""
+"""The interface of the formats of tool calls."""
 
 import abc
 import dataclasses
@@ -11,11 +11,12 @@ from jaxattn.server.decoding.tool_formats.text_cursor import TextCursor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallDraft:
-    """A call as a reader found it.
+    """A tool call as the reader returns it.
 
     Attributes:
-        arguments: the text of a JSON object.
-        id: that the model wrote; None leaves it to the server.
+        name: The function's name.
+        arguments: The arguments as the text of a JSON object.
+        id: The id that the model wrote; None if the server chooses it.
     """
 
     name: str
@@ -25,13 +26,17 @@ class CallDraft:
 
 @dataclasses.dataclass(frozen=True)
 class ToolSchemas:
-    """The functions of a request: name -> JSON schema of the parameters."""
+    """The functions of a request.
+
+    Attributes:
+        parameters: A map from a function's name to the JSON schema of its parameters.
+    """
 
     parameters: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, tools: Sequence[Mapping[str, Any]]) -> "ToolSchemas":
-        """The functions of Chat Completions' `tools`."""
+        """Returns the functions of the field `tools` of Chat Completions."""
         functions = [tool["function"] for tool in tools]
         return cls({each["name"]: each.get("parameters") or {} for each in functions})
 
@@ -39,23 +44,23 @@ class ToolSchemas:
         return name in self.parameters
 
     def arguments(self, name: str) -> Mapping[str, Any]:
-        """The schemas of a function's arguments; of none where it declares none."""
+        """Returns the schemas of a function's arguments; empty if it declares none."""
         properties = self.parameters.get(name, {}).get("properties")
         return properties if isinstance(properties, Mapping) else {}
 
 
-# A reader yields None where it needs more text, and a call where it has read one.
+# A reader yields None when it needs more text, and each call that it has read.
 type Reading = Generator[CallDraft | None, None, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallFrame:
-    """The text around calls that a grammar forces; NAME stands for the function's.
+    """The text around tool calls in a grammar. NAME stands for the function's name.
 
     Attributes:
-        begin, end: around all calls.
-        before, after: around the arguments of each call.
-        separator: between two calls; None allows one call only.
+        begin, end: The text before and after all calls.
+        before, after: The text before and after the arguments of each call.
+        separator: The text between two calls; None allows only one call.
     """
 
     before: str
@@ -66,12 +71,12 @@ class CallFrame:
 
 
 class ToolFormat(abc.ABC):
-    """One way to write calls.
+    """A format of tool calls.
 
     Attributes:
-        name: of the option `--tool-parser`.
-        frame: see `CallFrame`.
-        shown: special tokens that a reader needs to see in the text.
+        name: The format's name for `--tool-parser`.
+        frame: The text around the calls, for grammars.
+        shown: The special tokens that must stay in the text for the reader.
     """
 
     name: str
@@ -80,20 +85,20 @@ class ToolFormat(abc.ABC):
 
     @abc.abstractmethod
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """The marks that a call may begin with, anywhere in the content."""
+        """Returns the marks that begin a call anywhere in the content."""
 
     def starts(self, tools: ToolSchemas) -> tuple[str, ...]:
-        """Marks that begin a call where no content stands before them."""
+        """Returns the marks that begin a call only at the beginning of the content."""
         return ()
 
     @abc.abstractmethod
     def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
-        """Reads calls from where one of the marks stands.
+        """Reads calls, beginning at one of the marks.
 
         Raises:
-            Unreadable: what follows is no whole call.
+            Unreadable: If the text that follows is not a complete call.
         """
 
     def id(self, name: str, index: int) -> str:
-        """The id of a call whose text has none."""
+        """Returns a new id for a call whose text has none."""
         return f"call_{secrets.token_hex(12)}"

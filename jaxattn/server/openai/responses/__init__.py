@@ -1,1 +1,1 @@
-"""The Responses API: its input items, its output items, and what is stored of responses."""
+"""The Responses API: its endpoints, tools, input items and output items."""

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what it stored: each request becomes one of Chat Completions."""
+"""The endpoints of the Responses API, built on Chat Completions and the store of responses."""
 
 import time
 from typing import Any
@@ -20,7 +20,7 @@ from jaxattn.server.runtime.service import Service
 
 MOST_METADATA = 16
 INCLUDABLE = 32
-# Fields that a response repeats, with what they are where a request leaves them out.
+# Request fields that the response repeats -> their values if the request does not set them.
 REPEATED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -41,7 +41,7 @@ REPEATED: dict[str, Any] = {
 
 
 async def create_response(service: Service, exchange: HttpRequest) -> None:
-    """Answers one request."""
+    """Handles POST /v1/responses."""
     arrived = time.perf_counter()
     with service.entered() as ticket, renamed_errors(NAMES):
         fields = await exchange.fields()
@@ -73,7 +73,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
             service=service,
             exchange=exchange,
             ticket=ticket,
-            generation=chat.generation,
+            collector=chat.collector,
             form=form,
             streamed=streamed,
             arrived=arrived,
@@ -81,7 +81,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
 
 
 async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
-    """POST /v1/responses/input_tokens: the tokens that a request's input has."""
+    """Handles POST /v1/responses/input_tokens: answers with the number of tokens of an input."""
     with service.entered(), renamed_errors(NAMES):
         fields = await exchange.fields()
         service.check_model(fields)
@@ -91,22 +91,22 @@ async def count_input_tokens(service: Service, exchange: HttpRequest) -> None:
 
 
 async def get_response(service: Service, exchange: HttpRequest) -> None:
-    """GET /v1/responses/{id}."""
+    """Handles GET /v1/responses/{id}."""
     await exchange.json(service.responses.response(exchange.path("response_id")))
 
 
 async def delete_response(service: Service, exchange: HttpRequest) -> None:
-    """DELETE /v1/responses/{id}."""
+    """Handles DELETE /v1/responses/{id}."""
     id = exchange.path("response_id")
     service.responses.remove(id, "response_id")
     await exchange.json({"id": id, "object": "response", "deleted": True})
 
 
 def conversation(service: Service, fields: JsonFields) -> list[Any]:
-    """The items of the conversation so far, and the request's own; references are looked up.
+    """Returns the items of the conversation so far and of the request, with references resolved.
 
     Raises:
-        ApiError: 400 or 404, a response or an item is not stored.
+        ApiError: 404 if the previous response is not stored, 400 if a referenced item is not.
     """
     before: list[Any] = []
     if (previous := fields.text("previous_response_id", 256)) is not None:

@@ -1,7 +1,7 @@
-"""A request of the Responses API as one of Chat Completions.
+"""The translation of requests from the Responses API to Chat Completions.
 
-Tools, tool choices and input items of kinds that OpenAI's own servers run, such as web_search, are
-skipped: the model answers without them.
+It skips tools, tool choices and input items that only OpenAI's servers can run, such as
+web_search. The model answers without them.
 """
 
 import base64
@@ -22,10 +22,10 @@ from jaxattn.server.openai.responses.tools import ResponseTools, read_tool_choic
 MOST_ITEMS = 8192
 TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ROLES = ("user", "assistant", "system", "developer")
-SEALED = "jaxattn-reasoning:"  # begins `encrypted_content`, which brings thoughts back
-# Fields that mean the same in both APIs.
+SEALED = "jaxattn-reasoning:"  # prefix of `encrypted_content`, in which clients return reasoning
+# Fields with the same meaning in both APIs.
 SHARED = (*SAMPLING_FIELDS, "stop", "chat_template_kwargs", "parallel_tool_calls")
-# Fields of the chat -> of this API, for errors.
+# Fields of Chat Completions -> fields of this API, for error messages.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -37,13 +37,13 @@ NAMES = {
 
 
 def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> JsonFields:
-    """The request in the form of Chat Completions.
+    """Returns the request in the format of Chat Completions.
 
     Args:
-        items: of the conversation so far and of the request's own input.
+        items: The items of the conversation so far and of the request's input.
 
     Raises:
-        ApiError: 400, with the name of a field of this API.
+        ApiError: 400 with the name of the field in this API.
     """
     refuse_unstored(fields)
     chat: dict[str, Any] = {name: fields.values.get(name) for name in SHARED}
@@ -62,7 +62,7 @@ def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> J
 
 
 def refuse_unstored(fields: JsonFields) -> None:
-    """Raises ApiError 400 for what this server does not keep."""
+    """Raises ApiError 400 for fields that refer to objects which this server does not store."""
     if fields.flag("background"):
         raise bad("background", "background is not supported; leave it out, and read a stream")
     for name in ("conversation", "prompt"):
@@ -71,10 +71,10 @@ def refuse_unstored(fields: JsonFields) -> None:
 
 
 def input_items(fields: JsonFields) -> list[Any]:
-    """The items of `input`; a text is a message of the user.
+    """Returns the items of `input`. A string becomes a message of the user.
 
     Raises:
-        ApiError: 400, it is missing, or no list.
+        ApiError: 400 if the field is missing, or not a list of 1 to `MOST_ITEMS` items.
     """
     given = fields.values.get("input")
     if isinstance(given, str):
@@ -127,13 +127,13 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
 
 
 def _hosted(kind: str) -> bool:
-    """Whether items of a kind come of tools that OpenAI's servers run."""
+    """Whether items of a kind belong to tools that OpenAI's servers run."""
     ends = ("_call", "_output", "_tools", "_approval_request", "_approval_response")
     return kind.endswith(ends) or kind.startswith(("compaction", "program", "configuration_"))
 
 
 def _thoughts(item: JsonFields) -> str:
-    """The text of a reasoning item: its content, else what it carries sealed, else its summary."""
+    """Returns a reasoning item's text: its content, else `encrypted_content`, else its summary."""
     if content := item.values.get("content"):
         return text_of(content, item.name("content"), TEXTS)
     if text := unsealed(item.values.get("encrypted_content")):
@@ -142,12 +142,12 @@ def _thoughts(item: JsonFields) -> str:
 
 
 def sealed(text: str) -> str:
-    """Thoughts as `encrypted_content`: no secret, since the client has their text."""
+    """Encodes reasoning as `encrypted_content`, without encryption: the client has the text."""
     return SEALED + base64.b64encode(text.encode()).decode()
 
 
 def unsealed(value: object) -> str:
-    """What `sealed` was given; an empty text for what it did not make."""
+    """Decodes a result of `sealed`; returns an empty string for any other value."""
     if not isinstance(value, str) or not value.startswith(SEALED):
         return ""
     try:

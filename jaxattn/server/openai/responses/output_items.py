@@ -1,4 +1,4 @@
-"""A response of the Responses API: output items, and the events of a stream that make them."""
+"""The responses of the Responses API: output items and their stream events."""
 
 import secrets
 import time
@@ -18,14 +18,16 @@ from jaxattn.server.openai.responses.tools import ResponseTools
 
 
 class ResponseForm(PartsForm):
-    """The state of one response, whose parts are its output items that are complete.
+    """The state of one response, whose parts are its complete output items.
 
     Args:
-        head: what the response repeats of its request.
-        tools: of the request.
-        seals: reasoning items have `encrypted_content`, with which a client brings them back.
-        spell: the bytes of a token, where log-probabilities are asked for.
-        on_done: called with the response when it is complete.
+        head: The request fields that the response repeats.
+        prompt_tokens: The number of the prompt's tokens.
+        parser: The parser of the answer's text.
+        tools: The request's tools.
+        seals: Whether reasoning items get `encrypted_content`, so that clients can return them.
+        spell: Returns the bytes of a token; None without log-probabilities.
+        on_done: Called with the completed response.
     """
 
     thoughts, content = "reasoning", "message"
@@ -43,9 +45,9 @@ class ResponseForm(PartsForm):
     ):
         super().__init__(prompt_tokens, parser)
         self._tools, self._seals, self._spell, self._on_done = tools, seals, spell, on_done
-        self._item, self._part = dict[str, Any](), dict[str, Any]()  # of text, the last to begin
+        self._item, self._part = dict[str, Any](), dict[str, Any]()  # the latest with text
         self._reasoning_tokens = self._sequence = 0
-        self._chances: list[Chance] = []  # of tokens whose text has not come yet
+        self._chances: list[Chance] = []  # of tokens whose text is not complete yet
         self._response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
@@ -58,8 +60,8 @@ class ResponseForm(PartsForm):
             "usage": None,
         }
 
-    def whole(self, generation: OutputCollector) -> dict[str, Any]:
-        cut, usage = self.cut, self.usage(generation)
+    def whole(self, collector: OutputCollector) -> dict[str, Any]:
+        cut, usage = self.cut, self.usage(collector)
         response = self._response | {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -81,12 +83,12 @@ class ResponseForm(PartsForm):
         kinds = ("response.created", "response.in_progress")
         return self.written([{"type": kind, "response": self._response} for kind in kinds])
 
-    def end(self, generation: OutputCollector) -> bytes:
-        response = self.whole(generation)
+    def end(self, collector: OutputCollector) -> bytes:
+        response = self.whole(collector)
         return self.written([{"type": f"response.{response['status']}", "response": response}])
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that an error cuts."""
+        """Returns the last event of a stream that an error ends."""
         said = {"code": error.code or "server_error", "message": error.message}
         response = {**self._response, "status": "failed", "error": said, "output": self.parts}
         return self.written([{"type": "response.failed", "response": response}])
@@ -106,7 +108,7 @@ class ResponseForm(PartsForm):
     def ended(self, piece: OutputChunk) -> Events:
         self._count(piece)
         found = super().ended(piece)
-        if not self.parts:  # an answer without a text is a message all the same
+        if not self.parts:  # an empty answer still needs a message
             found += self.opened(self.content) + self.closed(self.content, cut=False)
         return found
 
@@ -179,18 +181,18 @@ class ResponseForm(PartsForm):
         return {"type": kind, "output_index": len(self.parts), "item": item}
 
     def _at(self) -> dict[str, Any]:
-        """Where the open part of text is."""
+        """Returns the fields that locate the open part."""
         place = {"output_index": len(self.parts), "content_index": 0}
         return {"item_id": self._item["id"], **place}
 
     @property
     def _stem(self) -> str:
-        """What the names of its events begin with."""
+        """The beginning of the names of the open part's events."""
         return f"response.{self._part['type']}"
 
 
 class ResponseErrors(OpenAIErrors):
-    """Errors of a stream that has begun: the response has failed."""
+    """The error format of a stream that has begun, which ends with a failed response."""
 
     def __init__(self, form: ResponseForm):
         self._form = form
@@ -204,7 +206,7 @@ def _id(prefix: str) -> str:
 
 
 def _custom_input(arguments: str) -> str:
-    """The text of a custom tool's call, which the model wrote as `{"input": text}`."""
+    """Returns the input of a custom tool's call, which the model writes as `{"input": text}`."""
     try:
         values = orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Tools of the Responses API: which the model can call, under which name, and which it must."""
+"""The tools and tool choices of the Responses API, translated to Chat Completions."""
 
 from typing import Any
 
@@ -15,17 +15,18 @@ CUSTOM = {
 
 
 class ResponseTools:
-    """The tools of a request that the model can call: functions, and custom tools as functions of
-    one text, also those in a namespace.
+    """The functions and custom tools of a request, including those in namespaces.
+
+    A custom tool becomes a function with one string argument.
 
     Args:
-        fields: of the request.
+        fields: The request's fields.
 
     Attributes:
-        tools: in the form of Chat Completions.
+        tools: The tools in the format of Chat Completions.
 
     Raises:
-        ApiError: 400, a tool has no name.
+        ApiError: 400 if a tool has no name.
     """
 
     def __init__(self, fields: JsonFields):
@@ -60,16 +61,16 @@ class ResponseTools:
         self.tools.append({"type": "function", "function": function})
 
     def is_custom(self, name: str) -> bool:
-        """Whether calls of a tool have a text instead of arguments."""
+        """Whether a tool is a custom tool, whose calls have a text instead of arguments."""
         return self._kinds.get(name) == "custom"
 
     def named(self, name: str) -> dict[str, str]:
-        """`name`, and `namespace` where it has one, of a call that the model made."""
+        """Returns the field `name` of a model's call, and `namespace` if the tool has one."""
         space, own = self._places.get(name, ("", name))
         return {"name": own, "namespace": space} if space else {"name": own}
 
     def in_chat(self, name: str, space: str | None) -> str:
-        """The name that a tool has in the chat."""
+        """Returns the name under which the model knows a tool."""
         found = (own for own, place in self._places.items() if place == (space or "", name))
         return next(found, name)
 
@@ -93,4 +94,4 @@ def read_tool_choice(fields: JsonFields) -> Any:
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     if not isinstance(kind, str):
         raise fields.wrong("tool_choice", "none, auto, required, or an object with a type")
-    return "auto"  # of a kind that is skipped among the tools
+    return "auto"  # the choice names a kind of tool that is skipped

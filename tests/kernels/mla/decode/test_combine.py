@@ -43,7 +43,14 @@ def merged_exactly(partial, lse):
 @both_devices
 @pytest.mark.parametrize(
     "sharers, rows_of_a_block, rows, used",
-    [(1, 1, 8, 8), slow(1, 2, 8, 8), slow(1, 8, 16, 8), (1, 16, 16, 16), (3, 1, 8, 8)],
+    [
+        (1, 1, 8, 8),
+        slow(1, 2, 8, 8),
+        slow(1, 8, 16, 8),
+        (1, 16, 16, 16),
+        (2, 1, 8, 8),
+        (3, 1, 8, 8),
+    ],
 )
 def test_parts_that_see_nothing_much_and_nan(
     sharers, rows_of_a_block, rows, used, implementation, monkeypatch

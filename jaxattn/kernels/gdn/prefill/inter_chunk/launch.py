@@ -1,18 +1,19 @@
 """The gated delta rule's pass over the chunks of a sequence, with the state in registers.
 
-A warpgroup owns 64 of the 128 rows of a (run of chunks, value head)'s state: a row is one value
-channel, and rows never meet. The two of a state share a block, or have one each where that leaves
-no SM without work; a further one issues the TMA copies, and draws what the block does next from
-attention/work_queue.py; and one more may norm what comes out, see norm_epilogue.py. With everything
-transposed, so that the value channels are the rows of every wgmma, per chunk of 64 tokens
+A warpgroup owns 64 of the 128 rows of the state of a (run of chunks, value head): a row is one
+value channel, and rows are independent. The two warpgroups of a state share a CTA, or have one each
+where that leaves no SM idle. A further warpgroup issues the TMA copies, and draws the CTA's next
+item from attention/work_queue.py; another one may norm the output, see norm_epilogue.py. With
+everything transposed, so that the value channels are the rows of every wgmma, per chunk of 64
+tokens
 
     W^T = V^T + read * (S K^T)                          S [64, Dk] float32, rounded to be an operand
     U^T = W^T X^T
     O^T = out * (S Q^T) + U^T P^T
     S   = decay S + (write * U^T) K
 
-The left operand of every product is made of the product before it and stays in registers; X, P and
-the vectors come from intra_chunk/launch.py. Nothing passes between those two warpgroups.
+The left operand of every product comes from the product before it and stays in registers; X, P and
+the vectors come from intra_chunk/launch.py. The two consumer warpgroups exchange nothing.
 """
 
 from typing import Any
@@ -35,12 +36,13 @@ from jaxattn.kernels.hopper.device import NUM_SMS
 
 
 def halves_in_a_block(states: int) -> int:
-    """Of a state, 1 or 2: with one to a block its SM's tensor cores are a warpgroup's own."""
+    """Returns the halves of a state per CTA, 1 or 2: with one per CTA a warpgroup has its SM's
+    tensor cores to itself."""
     return 1 if 2 * states <= NUM_SMS else 2
 
 
 def norms_inside(norm: NormEpilogueParams, dtype: Any, states: int) -> bool:
-    """Whether `output_pass` norms: both halves of a head's channels have to be in one block."""
+    """Whether `output_pass` norms: both halves of a head's channels must be in one CTA."""
     return halves_in_a_block(states) == 2 and norm_epilogue.fits(norm, dtype)
 
 
@@ -64,23 +66,24 @@ def output_pass(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Outputs of every run, and the states after those that ask for it.
+    """Returns the outputs of every run, and the states after those runs that request it.
 
     Args:
-        q, k: [T, Hk, 128]; v: [T, Hv, 128]. What lies outside the runs may be NaN.
-        x, p, vectors: from `chunk_matrices`.
-        written: where channels have decays of their own [N, Hv, 64, 128], and then q and k are of
-            that shape and vectors [N, Hv, 2, 64], see kda_intra_chunk/launch.py.
+        q, k: [T, Hk, 128]; v: [T, Hv, 128]. Numbers outside of the runs may be NaN.
+        x, p, vectors: Those of `chunk_matrices`.
+        written: [N, Hv, 64, 128] for decays per channel; then q and k have this shape too and
+            vectors are [N, Hv, 2, 64], see kda_intra_chunk/launch.py.
         runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
-            with the rows above, padding last.
-        starts: float32 [1, n, Hv, 128, 128], where the runs' BEFORE is a row; None: in the pool.
+            with the rows of state_update.py, padding last.
+        starts: float32 [1, n, Hv, 128, 128], of which a run's BEFORE is a row; None: BEFORE is a
+            slot of the pool.
         drawn: int32 [1], 0: for attention/work_queue.py.
-        layer: int32 [1], of the pool.
-        finals: the pool [L, Z, Hv, 128, 128], float32 or bfloat16, where AFTER is a slot, updated
-            in place; or the number of states of a new one of a single layer.
-        kept: int32 [N], the slot in the pool that takes the state after each chunk, or -1.
-        norm: what becomes of the outputs, if `norms_inside`; None leaves them as they are.
-        busy: about how many of the runs have chunks, known when traced.
+        layer: int32 [1], the layer of the pool.
+        finals: The pool [L, Z, Hv, 128, 128], float32 or bfloat16, of which AFTER is a slot,
+            updated in place; or the number of states of a new pool with a single layer.
+        kept: int32 [N], the slot of the pool that receives the state after each chunk, or -1.
+        norm: The norm of the outputs, if `norms_inside`; None leaves them as they are.
+        busy: The approximate number of runs with chunks, known when traced.
 
     Returns:
         o [T, Hv, 128] in v's dtype, and the pool.
@@ -124,7 +127,7 @@ def output_pass(
         "layer_ref": layer,
         "kept_ref": kept,
         "starts_ref": starts,
-        # A new ref is one for each row of a vmap, whatever it is that has rows.
+        # A new ref exists once for each row of a vmap, whichever operand is mapped.
         "drawn_ref": jax.new_ref(drawn),
         **norm_epilogue.operands(norm, interpret=interpret),
     }

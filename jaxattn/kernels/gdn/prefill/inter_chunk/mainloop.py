@@ -1,7 +1,7 @@
-"""The body of the state pass: what its warpgroups do with the runs that a block draws.
+"""The body of the state pass: its warpgroups' roles for the runs that a CTA draws.
 
-One or two multiply, each a half of the state; one copies, and draws what the block does next
-(attention/work_queue.py); one norms what comes out, where that is asked for (norm_epilogue.py).
+One or two warpgroups multiply, each with half of the state. One copies, and draws the CTA's next
+item (attention/work_queue.py). One norms the output, if requested (norm_epilogue.py).
 """
 
 import dataclasses
@@ -59,26 +59,27 @@ from jaxattn.kernels.gdn.prefill.tiles import (
 from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
-# Registers of a thread of the warpgroups that multiply, of the one that copies, and of the one
-# that norms, if there is one: 512 for all four are all of the multiprocessor's. With fewer for the
-# last, each chunk waits for its norm.
+# Registers per thread of the warpgroups that multiply, of the one that copies, and of the one that
+# norms, if there is one. All four use 512, all of the multiprocessor's. With fewer for the last
+# one, each chunk waits for its norm.
 REGISTERS, NORMED_REGISTERS = (232, 40), (208, 24, 72)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterChunkConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        blocks, items: of the work queue; an item is a run of a value head, or half of its state.
-        halves: of a state, in a block.
+        blocks, items: Those of the work queue; an item is a run of a value head, or half of its
+            state.
+        halves: The halves of a state in a CTA.
         heads: Hv.
-        group: value heads of a key head.
-        from_pool: whether states before the runs are in the pool.
-        keeps: whether states after chunks are kept there.
-        eps: of the norm; None: outputs leave as they are.
-        channels: of the key have decays of their own; keys and queries come by chunk, see
-            `ChunkStateUpdate`.
+        group: Value heads per key head.
+        from_pool: Whether states before the runs are in the pool.
+        keeps: Whether states after chunks are stored there.
+        eps: The epsilon of the norm; None: outputs are not normed.
+        channels: Whether channels of the key have their own decays; keys and queries are then
+            arranged by chunk, see `ChunkStateUpdate`.
     """
 
     blocks: int
@@ -100,11 +101,11 @@ class InterChunkConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterChunkRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+    """The refs of a CTA: operands and results, then its shared memory and barriers."""
 
     q_ref: Any
     k_ref: Any
-    written_ref: Any  # keys where the state is written, of decays per channel, else None
+    written_ref: Any  # keys as written to the state, for decays per channel, else None
     v_ref: Any
     x_ref: Any
     p_ref: Any
@@ -114,7 +115,7 @@ class InterChunkRefs:
     kept_ref: Any
     starts_ref: Any
     drawn_ref: Any
-    gate_ref: Any  # of the norm, else None
+    gate_ref: Any  # the norm's gate, else None
     weight_ref: Any
     pool_ref: Any
     o_ref: Any
@@ -126,8 +127,8 @@ class InterChunkRefs:
     p_smem: Any
     vectors_smem: Any
     o_union: Any
-    loaded: Any  # a chunk
-    read: Any  # by all that multiply
+    loaded: Any  # a chunk has been loaded
+    read: Any  # arrived at by all that multiply
     cleared: Any  # the keys past a run's end are 0
     turns: Any
     norm: Any
@@ -155,7 +156,7 @@ def scratch_types(cut: InterChunkConfig) -> dict[str, Any]:
 
 
 class InterChunkCta:
-    """The runs that a block draws, a value head of each, both halves of its state or one."""
+    """The runs that a CTA draws, with one value head of each, both halves of its state or one."""
 
     def __init__(self, cut: InterChunkConfig, refs: InterChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
@@ -210,14 +211,14 @@ class InterChunkCta:
                 self.turns.each(False, functools.partial(self._finish, norm), None)
 
     def _place(self, item: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Column of the run, value head, and the first of the state's halves."""
+        """The column of the run, the value head, and the first of the state's halves."""
         index, first_part = first_half(item, self.cut.halves)
         heads = jnp.int32(self.cut.heads)
         run = lax.div(index, heads) + first_run(self.refs.x_ref)
         return run, lax.rem(index, heads), first_part
 
     def _copy(self, item: jax.Array, copied: jax.Array) -> jax.Array:
-        """The copying warpgroup's item: its chunks into the ring."""
+        """Loads an item's chunks into the ring, in the producer warpgroup."""
         refs, (run, head, first_part) = self.refs, self._place(item)
         key_head = lax.div(head, jnp.int32(self.cut.group))
         start, first_chunk = refs.runs_ref[START, run], refs.runs_ref[FIRST_CHUNK, run]
@@ -239,13 +240,14 @@ class InterChunkCta:
         return stream(refs.loaded, refs.read, copied, steps, issue, self.cut.stages)
 
     def _finish(self, norm: GatedNormEpilogue, item: jax.Array, carry: Any) -> Any:
-        """The norming warpgroup's item."""
+        """Norms an item, in the norming warpgroup."""
         runs, (run, head, _) = self.refs.runs_ref, self._place(item)
         norm.run(runs[START, run], runs[TOKENS, run], runs[STEPS, run], head)
         return carry
 
     def _compute(self, item: jax.Array, slot: jax.Array) -> jax.Array:
-        """A multiplying warpgroup's item: the state from chunk to chunk, from the slot on."""
+        """Computes an item in a consumer warpgroup: updates the state chunk by chunk, from ring
+        stage `slot` on."""
         refs, (run, head, first_part) = self.refs, self._place(item)
         chunks = InterChunkMainloop(self, run, head, first_part + self.wg)
         before = refs.runs_ref[BEFORE, run]
@@ -261,7 +263,7 @@ class InterChunkCta:
 
 
 class InterChunkMainloop:
-    """The chunks of a run, one after another, for a warpgroup's half of a value head's state."""
+    """The mainloop over the chunks of a run, for a warpgroup's half of a value head's state."""
 
     def __init__(self, block: InterChunkCta, run: jax.Array, head: jax.Array, part: jax.Array):
         self.block, self.cut, self.refs, self.wg = block, block.cut, block.refs, block.wg
@@ -286,7 +288,7 @@ class InterChunkMainloop:
             return self._products(step, state, i, slot, left, accs)
 
         state = with_accumulators(products, 6, interpret=cut.interpret)
-        if block.norm is not None:  # else the output's way out has shown that all is read
+        if block.norm is not None:  # else the output's copies have shown that all is read
             fence_proxy_async(interpret=cut.interpret)
         plgpu.barrier_arrive(refs.read.at[slot])
         if cut.keeps:
@@ -297,14 +299,14 @@ class InterChunkMainloop:
         self, step: ChunkStateUpdate, state: tuple[jax.Array, ...], i: jax.Array, slot: jax.Array,
         left: jax.Array, refs: tuple[Any, ...],
     ) -> tuple[jax.Array, ...]:  # fmt: skip
-        """The chunk's output, on its way, and the state after it."""
-        # Before the first product: ptxas waits for all that are in flight where registers change
-        # that a product of the last iteration wrote.
+        """Starts to store the chunk's output, and returns the state after it."""
+        # These come before the first product: ptxas waits for all wgmmas in flight where registers
+        # change that a product of the last iteration wrote.
         operand, decayed = step.rounded(state), step.decayed(state)
         seen, out, u, inside = (WgmmaAccumulator(ref) for ref in refs[:4])
         step.times_transposed(seen, operand, step.k)
         step.times_transposed(out, operand, self.block.q_smem.at[slot])
-        # What needs no product, here, where products run.
+        # Work that needs no product overlaps with the products here.
         values, read_by = step.values(), step.factor(READ)
         if self.block.norm is None:
             self._wait_for_copies()
@@ -323,7 +325,7 @@ class InterChunkMainloop:
         return tuple(w.widened(acc.read()) for acc in accs)
 
     def store_if(self, target: jax.Array, state: tuple[jax.Array, ...]) -> None:
-        """The state to a slot of the pool, unless that is -1."""
+        """Stores the state to a slot of the pool, unless the slot is -1."""
 
         @pl.when(target >= 0)
         def _():
@@ -331,7 +333,7 @@ class InterChunkMainloop:
             store_state(state, self.refs.pool_ref, index, self.part, interpret=self.cut.interpret)
 
     def write_zeros(self) -> None:
-        """The outputs of a run of which nothing is computed."""
+        """Writes the outputs of a run for which nothing is computed."""
 
         @pl.loop(0, lax.div(self.tokens + (CHUNK - 1), jnp.int32(CHUNK)))
         def _(i):
@@ -340,11 +342,11 @@ class InterChunkMainloop:
             self._write_out(zero_tile(self.cut.dtype), first, left)
 
     def _wait_for_copies(self) -> None:
-        """Until the last output has left shared memory."""
+        """Waits until the last output has left shared memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _write_out(self, tile: jax.Array, first: jax.Array, left: jax.Array) -> None:
-        """O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
+        """Stores O^T [64 channels, 64 tokens] to the run's tokens from `first`, `left` of them."""
         block, wg = self.block, self.wg
         if block.norm is not None:
             block.norm.hand_over(tile, wg)

@@ -1,9 +1,9 @@
-"""The gated norm of prefill's outputs on their way out of shared memory: rms_norm(o) * silu(z).
+"""The gated norm of prefill's outputs as they leave shared memory: rms_norm(o) * silu(z).
 
-A warpgroup of its own does it. Those that multiply leave O of a chunk in shared memory, 64 of a
-head's channels each, and go on; it takes 16 tokens at a time, of which 8 lanes have a token's
-channels, and stores y from its registers. What a thread needs of z it has copied to shared memory
-for itself, three times 16 tokens ahead: so nobody waits for that but the thread.
+A separate warpgroup norms. Those that multiply store a chunk's O to shared memory, 64 of a head's
+channels each, and continue. The norming warpgroup takes 16 tokens at a time, with a token's
+channels in 8 lanes, and stores y from its registers. A thread copies the z that it needs to shared
+memory itself, three times 16 tokens ahead, so that only this thread waits for the copy.
 
 Reference: `jaxattn.core.numerics.rms_norm.gated_rms_norm`; tests:
 tests/kernels/gdn/prefill/test_norm_epilogue.py.
@@ -39,7 +39,7 @@ from jaxattn.kernels.hopper.silu import silu
 ROWS = 16  # tokens at a time, 4 for each warp
 GROUPS = CHUNK // ROWS
 AHEAD = 3  # times ROWS tokens of z in shared memory
-# 8 neighbouring lanes have 64 channels of a token, 8 each: 16 bytes, in both halves of a head.
+# 8 neighboring lanes have 64 channels of a token, 8 each: 16 bytes, in both halves of a head.
 WIDTH = 8
 LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((ROWS, 64), (4, 64), (WIDTH,))),
@@ -57,16 +57,18 @@ class NormEpilogueParams(NamedTuple):
     gate: jax.Array  # [T, N]; z is its last Hv * 128 columns
     weight: jax.Array  # float32 [128]
     eps: float
-    sigmoid: bool = False  # sigmoid(z) in place of silu(z), by XLA alone
+    sigmoid: bool = False  # sigmoid(z) instead of silu(z), only by XLA
 
 
 def fits(norm: NormEpilogueParams, dtype: Any) -> bool:
-    """Whether the factor is silu of a z in the output's dtype, with rows that 16 bytes divide."""
+    """Whether the factor is silu of a z in the output's dtype, with rows of a multiple of 16
+    bytes."""
     return not norm.sigmoid and norm.gate.dtype == dtype and norm.gate.shape[1] % WIDTH == 0
 
 
 def operands(norm: NormEpilogueParams | None, *, interpret: bool) -> dict[str, jax.Array | None]:
-    """What the kernel gets; the interpreter reads past a run's end, where a thread does not."""
+    """Returns the kernel's operands; the interpreter also reads past a run's end, where a thread
+    does not."""
     if norm is None:
         return {"gate_ref": None, "weight_ref": None}
     gate = jnp.pad(norm.gate, ((0, CHUNK), (0, 0))) if interpret else norm.gate
@@ -77,12 +79,12 @@ def scratch(halves: int, dtype: Any) -> list[Any]:
     return [
         plgpu.SMEM((AHEAD, 2, HALF_BYTES // 2), dtype),
         plgpu.Barrier(num_arrivals=halves),  # O is there
-        plgpu.Barrier(num_arrivals=1),  # its place is free
+        plgpu.Barrier(num_arrivals=1),  # its buffer is free
     ]
 
 
 class GatedNormEpilogue:
-    """What happens to outputs between the warpgroups that make them and global memory.
+    """The norm between the warpgroups that compute outputs and global memory.
 
     Args:
         refs: (gate, weight) of `operands`; o [2, 64 tokens, 64 channels] in shared memory; y
@@ -96,20 +98,21 @@ class GatedNormEpilogue:
         self.first_column = self.gate.shape[1] - self.y.shape[1] * DIM
 
     def hand_over(self, o: jax.Array, half: Any) -> None:
-        """O^T [64 channels, 64 tokens], by a warpgroup that made it."""
+        """Hands over O^T [64 channels, 64 tokens], from a warpgroup that computed it."""
         self.wait()
         self.o.at[half].transpose((1, 0))[...] = o
         plgpu.barrier_arrive(self.made)
 
     def wait(self) -> None:
-        """Until what was handed over has been read; once more than it was, for `begin`."""
+        """Waits until what was handed over has been read; called once more than `hand_over`, for
+        `begin`."""
         plgpu.barrier_wait(self.free)
 
     def begin(self) -> None:
         plgpu.barrier_arrive(self.free)
 
     def run(self, start: Any, tokens: Any, steps: Any, head: Any) -> None:
-        """All outputs of a run, by the warpgroup that norms; zeros where it has no `steps`."""
+        """Writes all outputs of a run in the norming warpgroup; zeros if it has no `steps`."""
         last, groups = start + tokens - 1, steps * GROUPS
         column = self.first_column + head * DIM
         weights = [
@@ -157,7 +160,7 @@ class GatedNormEpilogue:
         ]
 
     def _numbers(self, x: jax.Array) -> jax.Array:
-        """In float32; of bfloat16 in one instruction each."""
+        """Returns x in float32; bfloat16 takes one instruction each."""
         if self.interpret or x.dtype != jnp.bfloat16:
             return x.astype(jnp.float32)
         out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=LAYOUT)
@@ -172,14 +175,15 @@ class GatedNormEpilogue:
         )
 
     def _copy(self, first: Any, last: Any, column: Any, slot: Any, wanted: Any) -> None:
-        """Starts the copy of a thread's z of ROWS tokens; past the last one, that one's."""
+        """Starts the copy of a thread's z of ROWS tokens; past the last token it copies that of the
+        last."""
         if not self.interpret:
             types = (plgpu.RefType(), plgpu.RefType(), *[SPLAT] * 5)
             scalars = (first, last, column, jnp.int32(slot), jnp.asarray(wanted).astype(jnp.int32))
             plgpu.inline_mgpu(arg_types=types)(_start_copy)(self.gate, self.copied, *scalars)
 
     def _gates(self, first: Any, column: Any, slot: Any) -> list[jax.Array]:
-        """z of ROWS tokens, in both halves."""
+        """Returns z of ROWS tokens, in both halves."""
         if self.interpret:
             rows = self.gate.at[pl.ds(first, ROWS)]
             return [rows[:, pl.ds(column + 64 * half, 64)] for half in range(2)]
@@ -188,7 +192,7 @@ class GatedNormEpilogue:
         return take(_copied)(self.copied, slot)
 
     def _store(self, y: list[jax.Array], first: Any, left: Any, head: Any) -> None:
-        """y of the `left` tokens from the first on, at most ROWS of them."""
+        """Stores y of the `left` tokens from the first on, at most ROWS of them."""
         if not self.interpret:
             types = (plgpu.RefType(), SPLAT, SPLAT, SPLAT, LAYOUT, LAYOUT)
             plgpu.inline_mgpu(arg_types=types)(_store_rows)(self.y, first, left, head, *y)
@@ -203,18 +207,18 @@ class GatedNormEpilogue:
 
 
 def _row() -> Any:
-    """Of ROWS, a thread's."""
+    """A thread's row of ROWS."""
     thread = WarpgroupThread()
     return plus(times(thread.warp, 4), arith.andi(arith.shrui(thread.index, word(3)), word(3)))
 
 
 def _channel() -> Any:
-    """Of a half's 64, a thread's first."""
+    """A thread's first channel of a half's 64."""
     return times(arith.andi(utils.thread_idx(), word(7)), WIDTH)
 
 
 def _offset(width: int, token: Any, column: Any) -> Any:
-    """In bytes, of a number of rows of `width` numbers of two bytes; of 64 bits."""
+    """Returns the 64-bit byte offset of a number in rows of `width` numbers of two bytes."""
     wide = ir.IntegerType.get_signless(64)
     offset = arith.muli(arith.extui(wide, token), mgpu.c(width, wide))
     return arith.muli(arith.addi(offset, arith.extui(wide, column)), mgpu.c(2, wide))
@@ -239,7 +243,7 @@ def _start_copy(ctx: Any, gate: Any, copied: Any, *scalars: Any) -> None:
 
 
 def _copied(ctx: Any, copied: Any, slot: Any) -> list[Any]:
-    """What the thread copied first of what it has not taken."""
+    """Returns the oldest z that the thread has copied and not yet read."""
     del ctx
     asm(f"cp.async.wait_group {AHEAD - 1};", [], [], "~{memory}")
     mine = plus(times(single(slot), 2 * HALF_BYTES), times(WarpgroupThread().index, 2 * WIDTH))
@@ -254,7 +258,7 @@ def _store_rows(ctx: Any, ref: Any, first: Any, left: Any, head: Any, *y: Any) -
     token = plus(single(first), row)
     place = _offset(heads * DIM, token, plus(times(single(head), DIM), _channel()))
     inside = arith.cmpi(arith.CmpIPredicate.slt, row, single(left))
-    # As TMA has it: what offsets from the device place elsewhere is left out.
+    # As with TMA, tokens that offsets from the device place outside of the array are skipped.
     exists = arith.cmpi(arith.CmpIPredicate.ult, token, word(tokens))
     with utils.when(arith.andi(inside, exists)):
         for half, of_half in enumerate(y):
@@ -274,7 +278,7 @@ def _unpacked(ctx: Any, x: Any) -> Any:
 
 
 def _reciprocal(ctx: Any, x: Any) -> Any:
-    """Of numbers from 1 to infinity, without a division's range checks."""
+    """Returns the reciprocal of numbers from 1 to infinity, without a division's range checks."""
     del ctx
     code = "rcp.approx.ftz.f32 $0, $1;"
     of = [element(x.registers.item(), i) for i in range(WIDTH)]

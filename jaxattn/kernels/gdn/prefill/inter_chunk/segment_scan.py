@@ -1,16 +1,17 @@
-"""Few long sequences on many multiprocessors: segments side by side, joined by exact transitions.
+"""A segment scan for few long sequences: parallel segments, joined by exact transitions.
 
-The recurrence is linear in the state, and the state's rows never meet: over a segment of chunks
+The recurrence is linear in the state, and the state's rows are independent: over a segment of
+chunks
 
     S_end = S_begin M + E
 
-where row i of M [Dk, Dk] is what becomes of the unit row e_i without values, and E what becomes of
-a state of 0. `transition_pass` computes both as states of one run each; `segment_starts` walks the
-segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `output_pass` can take
-every segment at once. The gates' values change nothing in what is computed.
+where row i of M [Dk, Dk] is the result for the unit row e_i without values, and E the result for a
+state of 0. `transition_pass` computes both as states of one run each. `segment_starts` iterates
+over the segments of a sequence, S_{j+1} = S_j M_j + E_j, so that `output_pass` can process every
+segment at once. The gates' values do not change what is computed.
 
-M is kept as two bfloat16 arrays, its rounded value and what the rounding left: three products of
-16-bit operands then have 16 bits, where one would round the whole state once a segment.
+M is stored as two bfloat16 arrays, the rounded value and the remainder. Three products of 16-bit
+operands then have 16 bits; one product would round the whole state once per segment.
 """
 
 import functools
@@ -65,7 +66,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
-VALUES, IDENTITY = 0, 1  # what a block of the transition pass starts from
+VALUES, IDENTITY = 0, 1  # the initial state of a CTA of the transition pass
 
 
 def transition_pass(
@@ -80,12 +81,12 @@ def transition_pass(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run but the last,
-    which is the padding.
+    """Returns E float32 [R, Hv, 128, 128] and M bfloat16 [R, Hv, 2, 128, 128] of every run except
+    the last, which is the padding.
 
-    Of runs that end a sequence nobody asks for theirs, and they stay undefined.
-    About `busy` of the others have chunks; that is known when traced. `written` and the other
-    arguments are those of `output_pass`.
+    Runs that end a sequence do not need theirs, which stay undefined.
+    About `busy` of the others have chunks; this number is known when traced. `written` and the
+    other arguments are those of `output_pass`.
     """
     value_heads, dtype, count = v.shape[1], v.dtype, runs.shape[1] - first_run(x) - 1
     halves = halves_in_a_block(busy * value_heads * 2)
@@ -119,7 +120,7 @@ def transition_pass(
             "x_smem": triangles(STAGES, dtype),
             "vectors_smem": plgpu.SMEM((STAGES, 2 if channels else VECTORS, CHUNK), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=5 + 2 * channels + halves, num_barriers=STAGES),
-            "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # by all
+            "read": plgpu.Barrier(num_arrivals=halves, num_barriers=STAGES),  # arrived at by all
             "cleared": plgpu.Barrier(num_arrivals=halves),  # the keys past a run's end are 0
         },
         warpgroups=halves + 1,
@@ -139,7 +140,7 @@ def _transition_body(
     ):  # fmt: skip
         wg, block = lax.axis_index("wg"), lax.axis_index("block")
         block, first_part = first_half(block, halves)
-        part = first_part + wg  # of a warpgroup that computes
+        part = first_part + wg  # for a consumer warpgroup
         kind, block = lax.rem(block, jnp.int32(2)), lax.div(block, jnp.int32(2))
         run, head = lax.div(block, jnp.int32(heads)), lax.rem(block, jnp.int32(heads))
         row = first_run(x_ref) + run
@@ -249,12 +250,12 @@ def segment_starts(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> jax.Array:
-    """The states before every segment, float32 [1, R, Hv, 128, 128].
+    """Returns the states before every segment, float32 [1, R, Hv, 128, 128].
 
     Args:
         ends, transitions: E and M of the segments.
-        sequences: int32 [n, 3], first segment of a sequence, how many it has, at least 1, and the
-            slot of the state before it, or -1.
+        sequences: int32 [n, 3], the first segment of a sequence, its number of segments, at least
+            1, and the slot of the state before it, or -1.
         pool: float32 or bfloat16 [L, Z, Hv, 128, 128], those states; layer: int32 [1].
     """
     count, value_heads = sequences.shape[0], ends.shape[1]
@@ -262,7 +263,8 @@ def segment_starts(
     out = launch(
         _scan_body(heads=value_heads, interpret=interpret),
         name="gdn_prefill_segments",
-        # The state's rows never meet: a block has half of them, and all of its SM's tensor cores.
+        # The state's rows are independent: a CTA has half of them, and all of its SM's tensor
+        # cores.
         grid={"block": count * value_heads * 2},
         inputs={
             "ends_ref": ends,
@@ -274,7 +276,7 @@ def segment_starts(
         outputs={"starts_ref": jax.ShapeDtypeStruct((1, *ends.shape), jnp.float32)},
         scratch={
             "rounded_smem": part,  # M
-            "rest_smem": part,  # what the rounding left
+            "rest_smem": part,  # the remainder of the rounding
             "loaded": plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
             "read": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
         },
@@ -324,12 +326,12 @@ def _scan_body(*, heads: int, interpret: bool) -> Any:
                         for half, acc in enumerate(accs):
                             for inner in range(2):
                                 acc.add(left[inner], smem.at[slot, half, pl.ds(64 * inner, 64)])
-                    # On their way from memory while the products run.
+                    # Loaded from memory while the products run.
                     end = load_state(ends_ref, (first + i, head), rows)
                     return tuple(acc.read() + half for acc, half in zip(accs, end, strict=True))
 
                 state = with_accumulators(with_refs, 2, interpret=interpret)
-                if interpret:  # whose products read as loads do
+                if interpret:  # whose products read like plain loads
                     fence_proxy_async(interpret=True)
                 plgpu.barrier_arrive(read.at[slot])
                 return state

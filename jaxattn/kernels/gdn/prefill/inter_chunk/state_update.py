@@ -23,25 +23,26 @@ from jaxattn.kernels.gdn.prefill.tiles import (
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 
 STAGES = 3  # chunks in shared memory
-CHANNEL_STAGES = 2  # where keys come twice
-# Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens'
-# output is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
+CHANNEL_STAGES = 2  # for decays per channel, with two arrays of keys
+# Rows of a run: first token, tokens, first chunk, chunks that are computed (0: the tokens' output
+# is 0), whether it ends a sequence, and the slots of the states before and after, or -1.
 START, TOKENS, FIRST_CHUNK, STEPS, LAST, BEFORE, AFTER = range(7)
 
 
 def first_half(block: Any, halves: int) -> tuple[Any, Any]:
-    """The state that a block has, and the first of its halves there."""
+    """Returns the state of a CTA, and the first of its halves there."""
     index = block * halves
     return lax.div(index, jnp.int32(2)), lax.rem(index, jnp.int32(2))
 
 
 def first_run(x: Any) -> int:
-    """The column of the plan where the runs begin, given what is there for each chunk."""
+    """Returns the column of the plan where the runs begin, given an array with one entry per
+    chunk."""
     return x.shape[0] + 1
 
 
 def state_at(ref: Any, index: tuple[Any, ...], part: Any, half: int) -> Any:
-    """A warpgroup's rows of the state at `index`, half of their columns."""
+    """Returns a warpgroup's rows of the state at `index`, half of their columns."""
     return ref.at[(*index, pl.ds(part * 64, 64), pl.ds(64 * half, 64))]
 
 
@@ -55,7 +56,7 @@ def load_state(ref: Any, index: tuple[Any, ...], part: Any) -> tuple[jax.Array, 
 
 
 def first_state(ref: Any, layer: Any, slot: Any, head: Any, part: Any) -> tuple[jax.Array, ...]:
-    """The state in a slot, or zeros for -1."""
+    """Returns the state in a slot, or zeros for -1."""
     if ref.shape[1] == 0:
         return zero_tile(), zero_tile()
     return lax.cond(
@@ -78,12 +79,12 @@ def zero_tile(dtype: Any = jnp.float32) -> jax.Array:
 
 
 class ScaledOperand(NamedTuple):
-    """What is rounded to be an operand. Rows of numbers that float16 has no room for are divided by
-    a power of two before, and what is made of them is multiplied by it.
+    """Numbers rounded to be an operand. Rows that exceed float16's range are first divided by a
+    power of two, and products with them are multiplied by it.
 
     Attributes:
         tiles: [64, 64] each, in the operands' dtype.
-        by, back: float32 [64], of each row; None with other dtypes.
+        by, back: float32 [64], factors of each row; None with other dtypes.
     """
 
     tiles: tuple[jax.Array, ...]
@@ -99,11 +100,11 @@ class ScaledOperand(NamedTuple):
         return cls(tuple(_rows_times(by, tile).astype(dtype) for tile in tiles), by, back)
 
     def divided(self, x: jax.Array) -> jax.Array:
-        """x, to be added to what is made of these rows."""
+        """Returns x divided like these rows, to be added to products with them."""
         return _rows_times(self.by, x)
 
     def widened(self, product: jax.Array) -> jax.Array:
-        """What the rows gave, as if they had not been divided."""
+        """Returns a product with these rows, as if they had not been divided."""
         return _rows_times(self.back, product)
 
 
@@ -112,11 +113,11 @@ def _rows_times(factor: jax.Array | None, tile: jax.Array) -> jax.Array:
 
 
 class ChunkStateUpdate:
-    """What both passes do with a chunk: the state's half of a warpgroup, from chunk to chunk.
+    """The work of both passes on a chunk, for a warpgroup's half of the state.
 
-    Of decays per channel the keys come twice: times -exp(G) where they read the state, and times
-    exp(G_last - G) where they are written to it. Queries come times exp(G). Then two vectors are
-    left, the halves of exp(G_last).
+    With decays per channel there are two arrays of keys: times -exp(G) where they read the state,
+    and times exp(G_last - G) where they are written to it. Queries are multiplied by exp(G). Then
+    two vectors are left, the halves of exp(G_last).
     """
 
     def __init__(
@@ -131,16 +132,17 @@ class ChunkStateUpdate:
         return over_columns(values)
 
     def clear_tail(self, left: Any, wg: Any, halves: int, cleared: Any) -> None:
-        """Keys and values past the end of the run may be NaN, and 0 * NaN is NaN: a block's
-        `halves` warpgroups clear the keys together, and each its values.
+        """Zeroes keys and values past the end of the run, which may be NaN, and 0 * NaN is NaN. A
+        CTA's `halves` warpgroups clear the keys together, and each its values.
 
         Only the last chunk of a run has such tokens. `cleared` completes once for each such run,
-        and every warpgroup waits for each: none can be two ahead of another."""
+        and every warpgroup waits for each completion: no warpgroup can be two ahead of another.
+        """
 
         @pl.when(left < CHUNK)
         def _():
             inside = iota((CHUNK, CHUNK), 0) < left
-            # Keys that come by chunk are 0 there.
+            # Keys arranged by chunk are 0 there.
             of_keys = () if self.channels else (wg,) if halves == 2 else (0, 1)
             keys = [self.k.at[half] for half in of_keys]
             for rows in (*keys, self.v):
@@ -154,20 +156,21 @@ class ChunkStateUpdate:
         return ScaledOperand.of(state, self.dtype, STATE_TO)
 
     def times_transposed(self, acc: WgmmaAccumulator, state: ScaledOperand, rows: Any) -> None:
-        """acc += state rows^T, for keys or queries [2, 64, 64]."""
+        """Issues acc += state rows^T, for keys or queries [2, 64, 64]."""
         for half in range(2):
             acc.add(state.tiles[half], rows.at[half].transpose((1, 0)))
 
     def values(self) -> jax.Array:
-        """V^T"""
+        """Returns V^T."""
         return plgpu.load(self.v.transpose((1, 0)), layout=TILE)
 
     def factor(self, row: int) -> jax.Array | None:
-        """A vector that multiplies a product; None where the product's operand has it."""
+        """Returns a vector that multiplies a product; None if the product's operand already
+        contains it."""
         return None if self.channels else self.vector(row)
 
     def residual(self, read: jax.Array | None, seen: jax.Array, values: jax.Array) -> ScaledOperand:
-        """W^T = V^T + read * (S K^T)"""
+        """Returns W^T = V^T + read * (S K^T)."""
         w = values.astype(jnp.float32) + times(read, seen)
         return ScaledOperand.of((w,), self.dtype, ADDED_TO)
 
@@ -178,7 +181,7 @@ class ChunkStateUpdate:
         return tuple(decay * half for half in state)
 
     def write(self, accs: list[WgmmaAccumulator], u: jax.Array, weight: jax.Array | None) -> None:
-        """accs += (write * U^T) K"""
+        """Issues accs += (write * U^T) K."""
         weighted = times(weight, u).astype(self.dtype)
         for half in range(2):
             accs[half].add(weighted, self.written.at[half])
@@ -189,15 +192,15 @@ def times(factor: jax.Array | None, x: jax.Array) -> jax.Array:
 
 
 def next_slot(slot: Any, stages: int = STAGES) -> Any:
-    """Slots in turn; a remainder by 3 takes twenty instructions, one after another."""
+    """Returns the next stage in turn; a remainder by 3 takes twenty dependent instructions."""
     return jnp.where(slot == stages - 1, 0, slot + 1)
 
 
 def stream(
     loaded: Any, read: Any, before: Any, steps: Any, issue: Any, stages: int = STAGES,
 ) -> jax.Array:  # fmt: skip
-    """The copying warpgroup: `issue(i, slot, barrier)` copies chunk i, as slots become free, after
-    so many chunks before. Returns how many it has copied in all."""
+    """Runs the producer warpgroup: `issue(i, slot, barrier)` copies chunk i when its stage is free,
+    after `before` earlier chunks. Returns how many it has copied in all."""
 
     @pl.loop(0, steps)
     def _(i):
@@ -213,7 +216,8 @@ def stream(
 
 
 def drain(read: Any, copied: Any, stages: int = STAGES) -> None:
-    """At the end: a thread that waits on a barrier has to see each of its completions."""
+    """Waits for the remaining completions: a thread that waits on a barrier must observe each
+    one."""
 
     @pl.loop(jnp.maximum(copied - stages, 0), copied)
     def _(i):

@@ -1,4 +1,4 @@
-"""Accumulators of the tensor cores, to which products are added asynchronously."""
+"""Tensor-core accumulators, to which products are added asynchronously."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 
 
 class WgmmaAccumulator:
-    """A float32 [64, 64], or of fewer columns, that products are added to.
+    """A float32 [64, 64], or with fewer columns, to which products are added.
 
-    The interpreter of JAX 0.11.2 knows neither operands in registers nor stores to an accumulator:
+    The interpreter of JAX 0.11.2 supports neither register operands nor stores to an accumulator:
     there this is a plain value.
     """
 
@@ -24,7 +24,7 @@ class WgmmaAccumulator:
             ref[...] = value
 
     def add(self, a: Any, b: Any) -> None:
-        """+= a b, with a in registers or shared memory, and b in shared memory."""
+        """Issues += a b, with a in registers or shared memory, and b in shared memory."""
         if self.ref is not None:
             plgpu.wgmma(self.ref, a, b)
             return
@@ -32,13 +32,13 @@ class WgmmaAccumulator:
         self.value = product if self.value is None else self.value + product
 
     def add_transposed(self, a: jax.Array, triangle: Any) -> None:
-        """+= a b^T, with b in `triangles`."""
+        """Issues += a b^T, with b in `triangles`."""
         for half in range(2):
             columns = lax.slice(a, (0, 32 * half), (CHUNK, 32 * half + 32))
             self.add(columns, triangle.at[half].transpose((1, 0)))
 
     def read(self, pending: int = 0) -> jax.Array:
-        """The value, once at most `pending` products issued later are unfinished."""
+        """Returns the value, when at most `pending` products issued later are unfinished."""
         if self.ref is None:
             assert self.value is not None
             return self.value
@@ -46,7 +46,7 @@ class WgmmaAccumulator:
 
 
 def with_accumulators(body: Any, count: int, *, columns: int = CHUNK, interpret: bool) -> Any:
-    """`body` with the refs of `count` accumulators, which start at zero."""
+    """Calls `body` with the refs of `count` accumulators, which start at zero."""
     if interpret:
         return body(*([None] * count))
     return pl.run_scoped(body, *([plgpu.ACC((CHUNK, columns), jnp.float32)] * count))

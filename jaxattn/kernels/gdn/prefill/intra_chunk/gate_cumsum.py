@@ -1,8 +1,8 @@
-"""The gates of a chunk's value heads, from memory to running sums of the log decays.
+"""The gates of a chunk's value heads, from global memory to running sums of the log decays.
 
-They are stored token by token, and needed head by head. A row of TMA's copies has 16 bytes at
-least, four heads. Of what came, a warp takes a value head, and each thread two neighbouring tokens:
-the sum is six shuffles, for all of a warpgroup's heads at once.
+Gates are stored token by token, and needed head by head. A row of a TMA copy has at least 16 bytes,
+that is four heads. A warp takes one value head of a copy, and each thread two neighboring tokens:
+the sum takes six shuffles, for all of a warpgroup's heads at once.
 """
 
 import math
@@ -32,18 +32,18 @@ from jaxattn.kernels.hopper.ptx import (
 DECAYS, BETAS = 0, 1  # rows of a head's gates in shared memory, float32 [2, 64]
 COPIED_HEADS = 4
 LOG2E = math.log2(math.e)
-# exp2 of this is 0 in float32, and sums of 64 of them keep a small decay beside them to 1e-3.
+# exp2 of this is 0 in float32, and sums of 64 of them keep a small decay added to them to 1e-3.
 LOWEST_LOG2_DECAY = -150.0
 
 
 def copyable(gates: jax.Array) -> jax.Array:
-    """Gates [T, Hv] with as many heads as can be copied."""
+    """Returns gates [T, Hv] padded to a number of heads that TMA can copy."""
     return jnp.pad(gates, ((0, 0), (0, -gates.shape[1] % COPIED_HEADS)))
 
 
 def copy_gates(g: Any, beta: Any, start: Any, head: Any, copied: Any, barrier: Any) -> None:
-    """Two copies, of 64 tokens' log decays and betas, float32 [T, Hv], those of `head` among them,
-    to `copied`, shared memory [2, 64, 4]."""
+    """Starts two copies, of 64 tokens' log decays and betas, from float32 [T, Hv] to `copied`,
+    shared memory [2, 64, 4]. The copied heads include `head`."""
     first = lax.div(head, jnp.int32(COPIED_HEADS)) * COPIED_HEADS
     for row, ref in ((DECAYS, g), (BETAS, beta)):
         source = ref.at[pl.ds(start, CHUNK), pl.ds(first, COPIED_HEADS)]
@@ -51,12 +51,12 @@ def copy_gates(g: Any, beta: Any, start: Any, head: Any, copied: Any, barrier: A
 
 
 def sum_gates(copied: Any, head: Any, length: Any, gates: Any, *, interpret: bool) -> None:
-    """Running sums of the log2 decays, and betas, of the value heads from `head` on.
+    """Computes running sums of the log2 decays, and betas, of the value heads from `head` on.
 
     Args:
-        copied: by `copy_gates`.
-        length: tokens of the chunk; both gates are 0 for the others.
-        gates: shared memory [1, 2 or 4 heads, 2, 64].
+        copied: Filled by `copy_gates`.
+        length: Tokens of the chunk; both gates are 0 for the others.
+        gates: Shared memory [1, 2 or 4 heads, 2, 64].
     """
     place = lax.rem(head, jnp.int32(COPIED_HEADS))
     if interpret:
@@ -80,7 +80,7 @@ def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
     pitch = 4 * COPIED_HEADS
     first = plus(times(token, pitch), times(plus(head, warp), 4))
     first = llvm.ptrtoint(i32(), pointer(copied, first))
-    # Without a branch: behind one, ptxas takes nothing for uniform any more.
+    # Without a branch: after one, ptxas takes nothing for uniform any more.
     is_head = f"{{ .reg .pred p; setp.lt.u32 p, $%d, {heads}; "
     places = [pitch * (CHUNK * row + i) for row in range(2) for i in range(2)]
     code = is_head % 5 + "".join(f"mov.f32 ${i}, 0f00000000; " for i in range(4))
@@ -101,10 +101,10 @@ def _sum(ctx: Any, copied: Any, gates: Any, head: Any, length: Any) -> None:
 
 
 def _running(first: Any, second: Any) -> tuple[Any, Any]:
-    """Sums up to each of a thread's two numbers, of those of all lanes before and of its own."""
+    """Returns the sums up to each of a thread's two numbers, over all earlier lanes and its own."""
 
     def plus_that_before(x: Any, y: Any, lanes: int) -> Any:
-        """x + y of so many lanes before, if there are."""
+        """Returns x + the y of `lanes` lanes before, if there is such a lane."""
         code = (
             f"{{ .reg .f32 y; .reg .pred p; shfl.sync.up.b32 y|p, $2, {lanes}, 0, 0xffffffff; "
             "mov.f32 $0, $1; @p add.f32 $0, $0, y; }"

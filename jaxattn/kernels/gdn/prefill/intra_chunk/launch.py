@@ -1,4 +1,4 @@
-"""Intra-chunk work of the gated delta rule's prefill: each chunk of 64 tokens alone.
+"""Intra-chunk work of the gated delta rule's prefill: each chunk of 64 tokens by itself.
 
 With `G` the running sum of the log decay inside a chunk and rows i, j of it,
 
@@ -7,10 +7,10 @@ With `G` the running sum of the log decay inside a chunk and rows i, j of it,
     P_ij = scale (q_i . k_j) exp(G_i - G_j)             for i >= j, else 0
 
 and vectors that scale rows and columns of the products in inter_chunk/launch.py. Everything is
-masked before exp. Every warpgroup goes from chunk to chunk on its own. What depends on keys and
-queries alone, their copies and lengths, is done once for several value heads of a key head, as many
-as leave no warpgroup idle; the next keys and queries are on their way while the last of them
-inverts.
+masked before exp. Every warpgroup processes its chunks independently. Work that depends only on
+keys and queries, their copies and lengths, is done once for several value heads of a key head, as
+many as leave no warpgroup idle. The next keys and queries are loaded while the last of these heads
+inverts its matrix.
 """
 
 from typing import Any, NamedTuple
@@ -39,20 +39,22 @@ from jaxattn.kernels.hopper.device import NUM_SMS
 
 
 class ChunkMatrices(NamedTuple):
-    """What is known of chunks by themselves; undefined for chunks without a token."""
+    """The matrices of chunks that do not depend on the state; undefined for chunks without a
+    token."""
 
-    x: jax.Array | None  # [N, Hv, *TRIANGLE] in q's dtype, of the forward pass
-    m: jax.Array | None  # the same without beta, of the backward pass
+    x: jax.Array | None  # [N, Hv, *TRIANGLE] in q's dtype, for the forward pass
+    m: jax.Array | None  # the same without beta, for the backward pass
     p: jax.Array
     vectors: jax.Array  # float32 [N, Hv, VECTORS or BACKWARD_VECTORS, 64]
     zero: jax.Array  # int32 [1], for attention/work_queue.py
 
 
 def value_heads_at_once(chunks: int, value_heads: int, group: int) -> int:
-    """Value heads that a warpgroup takes of a chunk, of the `group` that share a key head.
+    """Returns the value heads of a chunk that a warpgroup takes at once, of the `group` that share
+    a key head.
 
-    What they share takes about 0.3 of what each takes by itself, counted in instructions; the
-    warpgroup with the most to do ends last.
+    Their shared work takes about 0.3 of the work of each, counted in instructions; the warpgroup
+    with the most work ends last.
     """
 
     def time(share: int) -> float:
@@ -77,23 +79,23 @@ def chunk_matrices(
     interpret: bool = False,
     detect_races: bool = False,
 ) -> ChunkMatrices:
-    """X, P and the vectors of every chunk.
+    """Returns X, P and the vectors of every chunk.
 
     Args:
-        q, k: [T, Hk, 128] bfloat16 or float16. What lies outside the chunks may be NaN.
-        g, beta: float32 [T, Hv], log decay and beta; what lies outside the chunks likewise.
-        chunks: int32 [2 or more, N + 1 or more], first token of a chunk and its tokens, 0 to 64;
-            and in column N how many chunks from the first are to be done.
+        q, k: [T, Hk, 128] bfloat16 or float16. Numbers outside of the chunks may be NaN.
+        g, beta: float32 [T, Hv], log decay and beta; numbers outside of the chunks may be NaN.
+        chunks: int32 [2 or more, N + 1 or more], the first token of a chunk and its tokens, 0 to
+            64; and in column N how many chunks from the first are to be computed.
         count: N.
-        scale: greater than 0.
-        forward, backward: which passes it is for, at least one of them. The vectors of the backward
-            pass begin with those of the forward pass.
+        scale: Greater than 0.
+        forward, backward: The passes that need the results, at least one. The vectors of the
+            backward pass begin with those of the forward pass.
     """
     value_heads, dtype = g.shape[1], q.dtype
     group = value_heads // k.shape[1]
     # Most of N: there is one more for every sequence, in case its last chunk is not full.
     share = value_heads_at_once(-(-k.shape[0] // CHUNK), value_heads, group)
-    # At most one block an SM: one more would wait for a whole block to end.
+    # At most one CTA per SM: another one would wait for a whole CTA to end.
     items = count * (value_heads // share)
     blocks = min(-(-items // WARPGROUPS), NUM_SMS)
     cut = GdnIntraChunkConfig(
@@ -141,8 +143,8 @@ def chunk_matrices(
 def whole_chunk_matrices(
     q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, *, scale: float, **options: Any
 ) -> ChunkMatrices:
-    """Those of tokens [N * 64, ...] in whole chunks. Of a scale that has no logarithm P is without
-    the scale, which what is made of it is to be multiplied by."""
+    """Returns the matrices of tokens [N * 64, ...] in whole chunks. If the scale has no logarithm,
+    P lacks the scale, which must multiply the results of P."""
     count = q.shape[0] // CHUNK
     if scale <= 0:
         scale = 1.0
@@ -150,6 +152,6 @@ def whole_chunk_matrices(
 
 
 def whole_chunks(count: int) -> jax.Array:
-    """The plan of so many chunks, of which every one is full."""
+    """Returns the plan of `count` chunks that are all full."""
     first = np.arange(count, dtype=np.int32) * CHUNK
     return jnp.asarray(np.array([[*first, count], [*(0 * first + CHUNK), 0]], np.int32))

@@ -1,7 +1,7 @@
 """The body of `gdn_prefill_chunk`: a warpgroup's chunks, one after another.
 
-What depends on keys and queries alone is done once for several value heads of a key head. The next
-keys and queries are on their way while the last of the value heads inverts its matrix.
+Work that depends only on keys and queries is done once for several value heads of a key head. The
+next keys and queries are loaded while the last of the value heads inverts its matrix.
 """
 
 import dataclasses
@@ -62,20 +62,20 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-WARPGROUPS = 4  # of a block: they share an SM's registers, 128 a thread, and its shared memory
+WARPGROUPS = 4  # of a CTA: they share an SM's registers, 128 a thread, and its shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GdnIntraChunkConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        count: columns of the plan that have chunks.
-        group: value heads of a key head.
-        share: of them, those that a warpgroup takes at once.
-        workers: warpgroups of the launch.
-        l2norm: whether q and k become unit vectors.
-        backward: the inverse is kept without beta, and more vectors are.
+        count: Columns of the plan that have chunks.
+        group: Value heads per key head.
+        share: The number of them that a warpgroup takes at once.
+        workers: Warpgroups of the launch.
+        l2norm: Whether q and k become unit vectors.
+        backward: Whether the inverse is stored without beta, together with more vectors.
     """
 
     count: int
@@ -91,15 +91,15 @@ class GdnIntraChunkConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GdnIntraChunkRefs:
-    """What a block works on: operands and results, then shared memory of each warpgroup."""
+    """The refs of a CTA: operands and results, then the shared memory of each warpgroup."""
 
     q_ref: Any
     k_ref: Any
     g_ref: Any
     beta_ref: Any
     chunks_ref: Any
-    x_ref: Any  # None: the backward pass alone
-    m_ref: Any  # None: the forward pass alone
+    x_ref: Any  # None: only the backward pass
+    m_ref: Any  # None: only the forward pass
     p_ref: Any
     vectors_ref: Any
     zero_ref: Any
@@ -135,12 +135,12 @@ def scratch_types(share: int, vectors: int, dtype: Any, *, interpret: bool) -> d
 
 
 def fill_above(x: jax.Array, fill: float, *, diagonal: bool = False, interpret: bool) -> jax.Array:
-    """`x` [64, 64] with `fill` above the diagonal, or from the diagonal on."""
+    """Returns `x` [64, 64] with `fill` above the diagonal, or from the diagonal on."""
     if interpret:
         row, column = iota((CHUNK, CHUNK), 0), iota((CHUNK, CHUNK), 1)
         return jnp.where(column + int(diagonal) <= row, x, fill)
 
-    # One register tells every comparison, where the compiler keeps one for each column otherwise.
+    # All comparisons use one register, where the compiler would otherwise keep one for each column.
     @plgpu.inline_mgpu(
         arg_types=(TILE,),
         return_type=plgpu.ShapeDtypeStruct((CHUNK, CHUNK), jnp.float32, layout=TILE),
@@ -164,10 +164,11 @@ def fill_above(x: jax.Array, fill: float, *, diagonal: bool = False, interpret: 
 
 
 def own_products(rows: list[jax.Array], columns: list[jax.Array], *, interpret: bool) -> jax.Array:
-    """Products of rows [64, 64] side by side with the 16 `columns` of their warp, float32 [64, 16].
+    """Returns the products of rows [64, 64], side by side, with the 16 `columns` of their warp,
+    float32 [64, 16].
 
-    Of rows with themselves a row's square stands on the diagonal: `mma` takes a sixth of the
-    instructions that squares and sums of single numbers do.
+    For rows with themselves the diagonal has the square of each row: `mma` takes a sixth of the
+    instructions of squares and sums of single numbers.
     """
     if interpret:
         left, right = (
@@ -190,7 +191,7 @@ def own_products(rows: list[jax.Array], columns: list[jax.Array], *, interpret: 
             )
             for first in range(0, len(of_rows), 4):
                 left = of_rows[first : first + 4]
-                for half in range(2):  # what is a row on the left is a column on the right
+                for half in range(2):  # a row of the left operand is a column of the right one
                     right = [of_columns[first + half], of_columns[first + 2 + half]]
                     halves[half] = mma(kind, left, right, halves[half])
         return fragmented(pairs([*halves[0], *halves[1]]), (CHUNK, 16), given[0].layout)
@@ -199,7 +200,7 @@ def own_products(rows: list[jax.Array], columns: list[jax.Array], *, interpret: 
 
 
 def prefetch_rows(k: Any, q: Any, length: jax.Array, *, interpret: bool) -> None:
-    """Asks for the first `length` of rows [64, 128] of global memory to come to L2."""
+    """Prefetches the first `length` of rows [64, 128] of global memory into L2."""
     if interpret:
         return
 
@@ -230,13 +231,13 @@ def _load(ref: Any, layout: Any) -> jax.Array:
 
 
 def _start_scores(acc: Any, left: Any, right: Any) -> None:
-    """acc += left right^T, over the two halves of the head's dimension."""
+    """Issues acc += left right^T, over the two halves of the head's dimension."""
     for half in range(2):
         plgpu.wgmma(acc, left.at[half], right.at[half].transpose((1, 0)))
 
 
 class LogScales(NamedTuple):
-    """What multiplies a key, and what a query, as logarithms: one exponential has both and the
+    """The factors of a key and of a query, as logarithms: one exponential then covers both and the
     decay between them."""
 
     k: jax.Array
@@ -244,7 +245,7 @@ class LogScales(NamedTuple):
 
 
 class GdnIntraChunkCta:
-    """Four warpgroups that each walk over items of their own: a chunk, and some value heads."""
+    """A CTA of four warpgroups that process separate items: a chunk, and some value heads."""
 
     def __init__(self, cut: GdnIntraChunkConfig, refs: GdnIntraChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
@@ -268,7 +269,8 @@ class GdnIntraChunkCta:
         def _():
             refs.zero_ref[0] = 0
 
-        # One warpgroup's copies after another's, so that the first does not wait for all of them.
+        # The warpgroups' copies are issued one after another, so that the first does not wait for
+        # all of them.
         @pl.when(self.wg == 0)
         def _():
             for i, ((_, head), start) in enumerate(zip(first, starts, strict=True)):
@@ -279,14 +281,16 @@ class GdnIntraChunkCta:
         plgpu.wait_smem_to_gmem(0)
 
     def _own(self) -> jax.Array:
-        """The warpgroup's number, read again where it is used: addresses that are made of it there
-        need no register from chunk to chunk, of which there are none left."""
+        """The warpgroup's index, read again where it is used: addresses computed from it there need
+        no register from chunk to chunk, of which none is left."""
         return self.refs.own_smem[self.wg]
 
     def _place(self, worker: Any, i: Any) -> tuple[jax.Array, jax.Array]:
-        """Chunk and first value head of a warpgroup's item i, which may be one too many.
+        """Returns the chunk and first value head of a warpgroup's item i, which may be one past the
+        last.
 
-        The last chunks come first: what was written last is still in L2 where it is read first.
+        The last chunks come first: the chunks written last are still in L2 for the pass that reads
+        them first.
         """
         item = jnp.maximum(self.items - 1 - worker - i * self.cut.workers, 0)
         each = jnp.int32(self.each)
@@ -303,11 +307,11 @@ class GdnIntraChunkCta:
         copy_rows(refs.q_ref.at[rows, key_head], self.q_copied.at[wg], barrier)
 
     def _item(self, i: jax.Array, length: jax.Array) -> jax.Array:
-        """An item of `length` tokens; returns the next one's."""
+        """Processes an item of `length` tokens; returns the length of the next one."""
         cut, refs = self.cut, self.refs
         chunk, first_head = self._place(self.worker, i)
         keys, queries = self.k_smem.at[self._own()], self.q_smem.at[self._own()]
-        # Long before they are used: they come from global memory.
+        # Long before their use: they come from global memory.
         next_chunk, next_head = self._place(self.worker, i + 1)
         next_start, next_length = refs.chunks_ref[0, next_chunk], refs.chunks_ref[1, next_chunk]
         plgpu.barrier_wait(refs.loaded.at[self.wg])
@@ -334,8 +338,8 @@ class GdnIntraChunkCta:
         return next_length
 
     def _clear_tail(self, keys: Any, length: jax.Array) -> None:
-        """What lies past the end may be NaN, and 0 * NaN is NaN. Queries there are left: they reach
-        only their own outputs, which nobody stores."""
+        """Zeroes the keys past the end, which may be NaN, and 0 * NaN is NaN. Queries there stay as
+        they are: they affect only their own outputs, which nobody stores."""
 
         @pl.when(length < CHUNK)
         def _():
@@ -357,7 +361,7 @@ class GdnIntraChunkCta:
         return LogScales(log_k, log_q)
 
     def _log_inverse(self, rows: Any) -> jax.Array:
-        """Of each row's length."""
+        """Returns the logarithm of each row's inverse length."""
         halves = [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
         products = own_products(halves, halves, interpret=self.cut.interpret)
         own = lax.rem(iota((CHUNK, 16), 0), jnp.int32(16)) == iota((CHUNK, 16), 1)
@@ -366,8 +370,8 @@ class GdnIntraChunkCta:
     def _value_head(
         self, chunk: jax.Array, head: jax.Array, n: jax.Array, lengths: LogScales, then: Any
     ) -> None:
-        """P, the vectors, M and X of a value head, the n-th of an item; `then` runs when K and Q
-        have been read."""
+        """Computes P, the vectors, M and X of a value head, the n-th of an item; `then` runs when K
+        and Q have been read."""
         cut, refs, wg = self.cut, self.refs, self._own()
         gates = refs.gates_smem.at[wg, n]
         sums = gates.at[DECAYS]
@@ -375,7 +379,8 @@ class GdnIntraChunkCta:
         if cut.l2norm:
             sums = refs.sums_smem.at[wg]
             sums[...] = running - lengths.k
-        # What was copied out before; and a barrier, for the sums are read again by column.
+        # Waits for earlier copies out. It is also a barrier, because the sums are read again by
+        # column.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         acc = plgpu.ACC((CHUNK, CHUNK), jnp.float32)
         run = functools.partial(self._matrices, gates, sums, running, beta, lengths)
@@ -412,7 +417,7 @@ class GdnIntraChunkCta:
         self, gates: Any, sums: Any, running: jax.Array, beta: jax.Array, lengths: LogScales,
         qk: Any, kk: Any,
     ) -> jax.Array:  # fmt: skip
-        """A; P and the vectors are left in shared memory."""
+        """Returns A; leaves P and the vectors in shared memory."""
         wg = self._own()
         keys, vectors = self.k_smem.at[wg], self.refs.vectors_smem.at[wg]
         _start_scores(qk, self.q_smem.at[wg], keys)
@@ -424,10 +429,10 @@ class GdnIntraChunkCta:
         vectors[DECAY, :] = every
         if self.cut.backward:
             vectors[BETA, :], vectors[SUM, :] = beta, running
-            # Plus 0 by row: a constant, as without l2norm, is none that may be stored.
+            # Plus 0 by row: a constant, as without l2norm, could not be stored.
             for row, log in ((LOG_Q, lengths.q), (LOG_K, lengths.k)):
                 vectors[row, :] = log + 0.0 * running
-        # exp(G_i - G_j), times what multiplies query i and key j; 0 above the diagonal, where it
+        # exp(G_i - G_j), times the factors of query i and key j; 0 above the diagonal, where it
         # might be inf.
         columns = over_columns(_load(sums, BY_COLUMN))
         between = over_rows(running + lengths.q) - columns

@@ -4,12 +4,12 @@ Diagonal blocks of 2 are known, and a level joins pairs of blocks of b to blocks
 
     [[x, 0], [-y l x, y]]  inverts  [[x^-1, 0], [l, y^-1]],
 
-so no power of A is formed (with equal keys those reach 1e18). It is written for -A, whose products
-all have the same sign: LLVM moves a negated product before the wait for it, and ptxas then runs one
-wgmma of the kernel at a time (its note C7514). The blocks of all rows are kept side
-by side in one [64, b] array. Up to 16 a block belongs to one warp, whose `mma` multiplies it; the
-last two levels are wgmmas of a few columns. Operands of the products are rounded to float16, whose
-11 bits are kept better than the 8 of the result; sums and what is added are float32.
+so no power of A is formed (with equal keys powers reach 1e18). It is written for -A, whose products
+all have the same sign. LLVM would move a negated product before the wait for it, and ptxas then
+serializes the wgmmas of the kernel (its note C7514). The blocks of all rows are stored side by side
+in one [64, b] array. Up to 16 a block belongs to one warp, whose `mma` multiplies it; the last two
+levels are wgmmas of a few columns. Operands are rounded to float16, whose 11 bits are more accurate
+than the 8 of the result; sums and addends are float32.
 """
 
 from collections.abc import Callable
@@ -35,10 +35,11 @@ from jaxattn.kernels.hopper.ptx import (
 
 
 def block_product(x: jax.Array, y: jax.Array, *, interpret: bool) -> jax.Array:
-    """Products of four pairs of 16 x 16 blocks, each [64, 16] float32, operands in float16.
+    """Returns the products of four pairs of 16 x 16 blocks, each [64, 16] float32, operands in
+    float16.
 
-    A warp's rows of the layout are one block, as `mma` has its left operand and its result; the
-    right one is transposed in 8 x 8 pieces.
+    A warp's rows of the layout are one block, in the form of `mma`'s left operand and result; the
+    right operand is transposed in 8 x 8 pieces.
     """
     if interpret:
         blocks = (z.astype(jnp.float16).astype(jnp.float32).reshape(4, 16, 16) for z in (x, y))
@@ -75,25 +76,26 @@ def unit_lower_inverse(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`(I - tril(a, -1))^-1 diag(w)` of a float32 [64, 64] in registers; the rest of `a` is not
-    looked at.
+    """Returns `(I - tril(a, -1))^-1 diag(w)` of a float32 [64, 64] in registers; the rest of `a` is
+    ignored.
 
-    Returned as columns 0 to 31 and 32 to 63; of the latter rows 0 to 31, which are 0, hold others.
+    The results are columns 0 to 31 and 32 to 63. Rows 0 to 31 of the latter, which are 0 in the
+    inverse, hold other numbers.
 
     Args:
-        weights: makes of the first of 32 columns float32 [64, 32], w in each row. Only results are
-            multiplied by it: in float16 numbers below 1e-4 lose bits. None: w is 1.
-        half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is
-            written before every warp has finished the product two before it.
+        weights: Returns float32 [64, 32] for the first of 32 columns, with w in each row. Only
+            results are multiplied by it: in float16 numbers below 1e-4 lose bits. None: w is 1.
+        half_smem: float16 scratch, two of [64, 32] that products use in turn: no operand is written
+            before every warp has finished the product two before it.
     """
 
     def below(b: int) -> jax.Array:
-        """Of blocks of 2b, the lower left quarter."""
+        """Returns the lower left quarter of blocks of 2b."""
         block, column_block = lax.div(within, jnp.int32(b)), lax.div(column, jnp.int32(b))
         return (lax.rem(block, jnp.int32(2)) == 1) & (column_block == block - 1)
 
     def times(pieces: list[tuple[jax.Array, int]], rows: jax.Array, smem: Any) -> list[jax.Array]:
-        """For each (left [64, width], first): left @ rows[first : first + width]."""
+        """Returns, for each (left [64, width], first): left @ rows[first : first + width]."""
         width = rows.shape[1]
         smem = smem.at[:, pl.ds(0, width)]
         smem[...] = rows.astype(jnp.float16)
@@ -126,8 +128,8 @@ def unit_lower_inverse(
         corner = block_product(corner, x, interpret=interpret)
         x = x + block_product(x, corner, interpret=interpret)
 
-    # Rows 16 to 31 join rows 0 to 15, rows 48 to 63 join rows 32 to 47: what the other rows get
-    # is not used.
+    # Rows 16 to 31 join rows 0 to 15, rows 48 to 63 join rows 32 to 47: the other rows' results are
+    # not used.
     upper, lower = times([(columns(a, 0, 16), 0), (columns(a, 32, 16), 32)], x, half_smem[0])
     corner = jnp.where(row < 32, upper, lower)
     upper, lower = times([(x, 16), (x, 48)], corner, half_smem[1])

@@ -1,15 +1,15 @@
-"""Keys and queries of a chunk times the decays that meet them, channel by channel.
+"""Keys and queries of a chunk, scaled channel by channel by the decays between tokens.
 
 With `a` the decay of a token, blocks of `size` tokens, and j running over tokens of i's block,
 
     up_to_i  = prod a_j, j <= i         behind_i = prod a_j, j > i
 
 A row i of a block's second half meets a column j of its first half with up_to_i behind_j, both of
-blocks of half the size. Every factor is a product of decays, at most 1, and no exponent is ever a
+blocks of half the size. Every factor is a product of decays, at most 1, and no exponent is a
 difference: a decay of exactly 0 or 1 is exact.
 
-A warp has 16 tokens and a lane two channels, so that up to blocks of 16 all of it is in a thread's
-registers. Only then do warps exchange the decays of their 16 tokens.
+A warp has 16 tokens and a lane two channels, so that up to blocks of 16 everything is in a thread's
+registers. Only for larger blocks do warps exchange the decays of their 16 tokens.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ OWN = plgpu.Layout.TILED(
 WARP_TOKENS = 16
 HALF_WARP = WARP_TOKENS // 2
 PLAIN = plgpu.RefType()
-KEYS, QUERIES = 0, 1  # rows of the lengths: what multiplies a key, and what a query
+KEYS, QUERIES = 0, 1  # rows of the lengths: the factors of a key, and of a query
 
 
 def _typed(dtype: Any) -> Any:
@@ -51,7 +51,7 @@ def _typed(dtype: Any) -> Any:
 
 
 class DecayFactors:
-    """Half of the channels of a chunk, a warpgroup's: keys, queries, and both factors of each."""
+    """A warpgroup's half of the channels of a chunk: keys, queries, and both factors of each."""
 
     def __init__(self, k: jax.Array, q: jax.Array, decays: jax.Array, *, interpret: bool):
         """k, q: [64, 64]; decays: float32 [64, 64]."""
@@ -59,12 +59,13 @@ class DecayFactors:
         self.up_to, self.behind = decays, plgpu.layout_cast(jnp.ones_like(decays), OWN)
 
     def write(self, size: int, k_tile: Any, q_tile: Any, totals: Any) -> None:
-        """Rows and columns where halves of `size` tokens meet, and on to blocks twice as large.
+        """Writes rows and columns where halves of `size` tokens meet, and advances to blocks twice
+        as large.
 
         Args:
             k_tile: [64, 64], keys of second halves times up_to, those of first halves times behind.
-            q_tile: [64, 64], queries of second halves times up_to; the others are not looked at.
-                Below size 16 the rows of both are in the order of `place_of`.
+            q_tile: [64, 64], queries of second halves times up_to; the others are ignored. Below
+                size 16 the rows of both are in the order of `place_of`.
             totals: float32 [4, 64], decays of 16 tokens by `share_totals`, from size 16 on.
         """
         state = (self.k, self.q, self.up_to, self.behind)
@@ -82,13 +83,15 @@ class DecayFactors:
         self.up_to, self.behind = run_inline(*state, k_tile, q_tile, totals)
 
     def share_totals(self, totals: Any) -> None:
-        """To shared memory float32 [4, 64]; blocks have 16 tokens by now."""
+        """Stores the decays of blocks, which have 16 tokens by now, to shared memory float32
+        [4, 64]."""
         if not self.interpret:
             plgpu.inline_mgpu(arg_types=(OWN, PLAIN))(_store_totals)(self.up_to, totals)
         plgpu.commit_smem()
 
     def write_ends(self, lengths: Any, q_read: Any, k_read: Any, k_written: Any, end: Any) -> None:
-        """What meets the state before and after, [64, 64] each, and float32 [64] the whole decay.
+        """Writes the operands that meet the state before and after, [64, 64] each, and float32 [64]
+        the whole decay.
 
         lengths: float32 [2, 64], a factor for every key and every query.
         """
@@ -107,8 +110,8 @@ class DecayFactors:
 
 
 def load_half(k: Any, q: Any, g: Any, *, interpret: bool) -> tuple[jax.Array, ...]:
-    """Keys, queries and log decays [64, 64] out of shared memory, of which the first two's rows of
-    128 bytes are swizzled."""
+    """Loads keys, queries and log decays [64, 64] from shared memory. The 128-byte rows of the
+    first two are swizzled."""
     if interpret:
         return k[...], q[...], g[...]
     out = (_typed(k.dtype), _typed(q.dtype), _typed(jnp.float32))
@@ -116,7 +119,7 @@ def load_half(k: Any, q: Any, g: Any, *, interpret: bool) -> tuple[jax.Array, ..
 
 
 def within(length: jax.Array, x: jax.Array, fill: float, *, interpret: bool) -> jax.Array:
-    """`x` [64, 64], and `fill` from row `length` on."""
+    """Returns `x` [64, 64], with `fill` from row `length` on."""
     if interpret:
         token = lax.broadcasted_iota(jnp.int32, (CHUNK, 64), 0)
     else:
@@ -125,9 +128,10 @@ def within(length: jax.Array, x: jax.Array, fill: float, *, interpret: bool) -> 
 
 
 def place_of(token: Any, size: int) -> tuple[Any, Any]:
-    """Of a token of 16: whether it is in a second half of `size` tokens, and which of the eight
-    such tokens, or of the eight others, it is. A warp's 16 rows of keys have first halves' tokens
-    in rows 0 to 7, second halves' in rows 8 to 15; its queries, of second halves, in 8 rows."""
+    """Returns, for a token of 16, whether it is in a second half of `size` tokens, and its index
+    among the eight tokens in halves of the same kind. A warp's 16 rows of keys have first halves'
+    tokens in rows 0 to 7 and second halves' in rows 8 to 15. Its queries, only of second halves,
+    are in 8 rows."""
     return token // size % 2, token // (2 * size) * size + token % size
 
 
@@ -156,7 +160,7 @@ def _interpreted(
 
 
 class DecayTileOffsets:
-    """Where a thread's tokens and channels are, in rows of 128 and of 256 bytes."""
+    """The offsets of a thread's tokens and channels, in rows of 128 and of 256 bytes."""
 
     def __init__(self) -> None:
         thread = WarpgroupThread()
@@ -193,7 +197,7 @@ def _load(ctx: Any, k: Any, q: Any, g: Any) -> Any:
 
 
 def _numbers(pair: Any) -> list[Any]:
-    """Of a pair of 16 bits each, in float32."""
+    """Returns a pair of 16-bit numbers in float32."""
     if isinstance(pair.type.element_type, ir.BF16Type):
         both = llvm.bitcast(i32(), pair)
         low, high = arith.shli(both, word(16)), arith.andi(both, word(0xFFFF0000))
@@ -202,7 +206,7 @@ def _numbers(pair: Any) -> list[Any]:
 
 
 def _rounded(values: list[Any], like: Any) -> Any:
-    """Two numbers as a word of two of the 16-bit type of the pair `like`."""
+    """Returns two numbers as a word of two of the 16-bit type of the pair `like`."""
     kind = "bf16x2" if isinstance(like.type.element_type, ir.BF16Type) else "f16x2"
     code = f"cvt.rn.{kind}.f32 $0, $1, $2;"
     return asm(code, [i32()], [values[1], values[0]], "=r,f,f", movable=True)[0]
@@ -232,7 +236,7 @@ def _in_a_thread(
         if second:
             keys[HALF_WARP + rank] = _scaled(key, up_to[i])
             queries[rank] = _scaled(query, up_to[i])
-        else:  # behind a block of one token is nothing
+        else:  # nothing comes after a block of one token
             keys[rank] = key if size == 1 else _scaled(key, behind[i])
     place.store(keys, k_tile)
     for i, query in enumerate(queries):
@@ -302,6 +306,6 @@ def _ends(
         place.store(values, ref)
     whole = [element(up_to[-1], j) for j in range(2)]
     target = llvm.ptrtoint(i32(), pointer(end, place.channel))
-    # By the warp of the last token.
+    # Written by the warp of the last token.
     code = "{ .reg .pred p; setp.eq.u32 p, $3, 3; @p st.shared.v2.f32 [$0], {$1, $2}; }"
     asm(code, [], [target, *whole, place.warp], "r,f,f,r,~{memory}")

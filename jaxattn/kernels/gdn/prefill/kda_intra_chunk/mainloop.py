@@ -1,5 +1,6 @@
-"""The body of `kda_prefill_chunk`: two warpgroups scale keys and queries, each half of the
-channels, and one makes A, P and X of the tiles that they leave in a ring of shared memory."""
+"""The body of `kda_prefill_chunk`. Two warpgroups scale keys and queries, half of the channels
+each, and store them as tiles in a ring of shared memory. A third computes A, P and X from these
+tiles."""
 
 import dataclasses
 from typing import Any
@@ -43,20 +44,20 @@ from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 
 SCALING = 2  # warpgroups, and halves of the channels
 WARPGROUPS = SCALING + 1
-SLOTS = 2  # of the ring of tiles
+SLOTS = 2  # stages of the ring of tiles
 Q_READ, K_READ, K_WRITTEN = range(3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KdaIntraChunkConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        count: columns of the plan that have chunks.
-        group: value heads of a key head.
-        blocks: of the launch.
-        l2norm: whether q and k become unit vectors.
-        backward: the inverse is kept without beta.
+        count: Columns of the plan that have chunks.
+        group: Value heads per key head.
+        blocks: CTAs of the launch.
+        l2norm: Whether q and k become unit vectors.
+        backward: Whether the inverse is stored without beta.
     """
 
     count: int
@@ -71,7 +72,7 @@ class KdaIntraChunkConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KdaIntraChunkRefs:
-    """What a block works on: operands and results, then shared memory and barriers."""
+    """The refs of a CTA: operands and results, then shared memory and barriers."""
 
     q_ref: Any
     k_ref: Any
@@ -99,9 +100,9 @@ class KdaIntraChunkRefs:
     low_smem: Any  # two halves of a matrix that is inverted
     high_smem: Any
     loaded: Any
-    taken: Any  # the operands, by every thread into its registers
-    measured: Any  # the lengths
-    full: Any  # a slot of the ring
+    taken: Any  # every thread has loaded the operands into registers
+    measured: Any  # the lengths are there
+    full: Any  # a stage of the ring is full
     empty: Any
 
 
@@ -136,12 +137,13 @@ def scratch_types(dtype: Any, *, interpret: bool) -> dict[str, Any]:
 
 
 def _views(union: Any, *, interpret: bool) -> tuple[Any, Any, Any]:
-    """(copied, operand, plain) of `token_tiles`."""
+    """The (copied, operand, plain) views of `token_tiles`."""
     return (union, union, union) if interpret else union
 
 
 class KdaIntraChunkCta:
-    """Walks over items, a value head of a chunk each; its warpgroups work on different ones."""
+    """A CTA whose items are a value head of a chunk each; its warpgroups work on different
+    items."""
 
     def __init__(self, cut: KdaIntraChunkConfig, refs: KdaIntraChunkRefs):
         self.cut, self.refs, interpret = cut, refs, cut.interpret
@@ -159,7 +161,7 @@ class KdaIntraChunkCta:
         @pl.when(self.wg < SCALING)
         def _():
             lax.fori_loop(0, self.steps, self._scale, None)
-            # A thread that waits on a barrier has to see each of its completions.
+            # A thread that waits on a barrier must observe each of its completions.
             for slot in range(SLOTS):
                 wait = lambda slot=slot: plgpu.barrier_wait(self.refs.empty.at[slot])  # noqa: E731
                 pl.when(self.steps > 0)(wait)
@@ -173,7 +175,7 @@ class KdaIntraChunkCta:
             plgpu.wait_smem_to_gmem(0)
 
     def _clear_own(self) -> None:
-        """Nobody writes the diagonal and what is right of it."""
+        """Clears the diagonal and everything right of it, which nobody writes."""
         own = self.refs.own_smem
         for which in range(2):
             zeros = plgpu.layout_cast(jnp.zeros((CHUNK, WARP_TOKENS), jnp.float32), TILE)
@@ -181,9 +183,10 @@ class KdaIntraChunkCta:
         plgpu.commit_smem()
 
     def _place(self, i: Any) -> tuple[jax.Array, jax.Array]:
-        """Chunk and value head of item i.
+        """Returns the chunk and value head of item i.
 
-        The last chunks come first: what was written last is still in L2 where it is read first.
+        The last chunks come first: the chunks written last are still in L2 for the pass that reads
+        them first.
         """
         item = self.items - 1 - self.block - i * self.cut.blocks
         return lax.div(item, jnp.int32(self.heads)), lax.rem(item, jnp.int32(self.heads))
@@ -200,7 +203,7 @@ class KdaIntraChunkCta:
         plgpu.copy_gmem_to_smem(refs.beta_ref.at[chunk, head], beta, refs.loaded)
 
     def _scale(self, i: jax.Array, _: None) -> None:
-        """A warpgroup's half of the channels of an item."""
+        """Scales a warpgroup's half of the channels of an item."""
         refs, half = self.refs, self.wg
         chunk, head = self._place(i)
         factors = self._factors(refs.chunks_ref[1, chunk])
@@ -220,7 +223,7 @@ class KdaIntraChunkCta:
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.full.at[slot])
         plgpu.barrier_wait(refs.measured)
-        # What was copied out before.
+        # Waits for earlier copies out.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         q_read, k_read, k_written = (
             self.outs_plain.at[out, half] for out in (Q_READ, K_READ, K_WRITTEN)
@@ -246,7 +249,7 @@ class KdaIntraChunkCta:
         plgpu.barrier_arrive(refs.taken)
         given = (k, q, jnp.exp2(g * LOG2E))
 
-        # What lies past the end may be NaN, and 0 * NaN is NaN.
+        # Numbers past the end may be NaN, and 0 * NaN is NaN.
         def cleared() -> tuple[jax.Array, ...]:
             fills = (0.0, 0.0, 1.0)
             return tuple(
@@ -257,7 +260,7 @@ class KdaIntraChunkCta:
         return DecayFactors(*lax.cond(length < CHUNK, cleared, lambda: given), interpret=interpret)
 
     def _multiply(self, i: jax.Array, _: None) -> None:
-        """P and X of an item."""
+        """Computes P and X of an item."""
         refs, cut = self.refs, self.cut
         chunk, head = self._place(i)
         length = refs.chunks_ref[1, chunk]
@@ -274,7 +277,7 @@ class KdaIntraChunkCta:
         of_keys, of_queries = self._scores(own[0])
         row_of_key, row_of_query = own[1:]
         beta = refs.beta_smem.at[parity]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # and a barrier: the lengths are read
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # also a barrier: the lengths are read
         by_row = lax.broadcast_in_dim(row_of_query, (CHUNK, 16), [0])
         a_by_row = -row_of_key * _load(beta, BY_ROW)
         a_by_row = lax.broadcast_in_dim(a_by_row, (CHUNK, 16), [0])
@@ -300,8 +303,8 @@ class KdaIntraChunkCta:
         self._copy_out(refs.x_ref.at[chunk, head])
 
     def _measure(self, length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Products of queries with their own keys, on the diagonal of [64, 16]; and by row what
-        multiplies a key, and a query. What lies past the end may be NaN."""
+        """Returns the products of queries with their own keys, on the diagonal of [64, 16]; and by
+        row the factors of a key, and of a query. Numbers past the end may be NaN."""
         cut = self.cut
         keys, queries = (
             [plgpu.load(rows.at[half], layout=TILE) for half in range(2)]
@@ -322,7 +325,7 @@ class KdaIntraChunkCta:
         return products(queries, keys), of_key, of_query
 
     def _scores(self, own: jax.Array) -> list[KdaChunkScores]:
-        """Of keys and of queries, by the ring's tiles."""
+        """Returns the scores of keys and of queries, from the ring's tiles."""
         refs, interpret = self.refs, self.cut.interpret
         wide: dict[int, list[jax.Array]] = {}
         for n, size in enumerate(SIZES):
@@ -335,7 +338,7 @@ class KdaIntraChunkCta:
                 wide[size] = between_warps(size, self.k_tile.at[slot], self.q_tile.at[slot])
             plgpu.barrier_arrive(refs.empty.at[slot])
         keys, queries = own_columns(refs.own_smem, interpret=interpret)
-        # On the diagonal it has 0.
+        # The diagonal of `queries` is 0.
         return [KdaChunkScores(*x) for x in zip((keys, queries + own), *wide.values(), strict=True)]
 
     def _keep(self, columns: list[jax.Array]) -> None:
@@ -353,5 +356,5 @@ def _load(ref: Any, layout: Any) -> jax.Array:
 
 
 def _across(vector: jax.Array) -> jax.Array:
-    """[n] by column -> [64, n]."""
+    """Broadcasts [n] by column to [64, n]."""
     return lax.broadcast_in_dim(vector, (CHUNK, *vector.shape), [1])

@@ -1,10 +1,10 @@
-"""A and P of a chunk whose channels decay by themselves, out of tiles of scaled keys and queries.
+"""A and P of a chunk with decays per channel, from tiles of scaled keys and queries.
 
-Of each size of halves, 1 to 32 tokens, there is a tile of keys and one of queries, see
+For each size of halves, 1 to 32 tokens, there is a tile of keys and one of queries, see
 decay_scaling.py. Row i of a block's second half meets column j of its first half in a product of
-the two tiles' rows. Halves of up to 8 tokens are within a warp's 16 rows. There a `mma` multiplies
-eight keys and eight queries, 16 rows, with eight keys; its results go through shared memory to
-where they belong. The last two sizes are wgmmas of a few columns.
+the two tiles' rows. Halves of up to 8 tokens are within a warp's 16 rows. For these a `mma`
+multiplies eight keys and eight queries, 16 rows, with eight keys; its results go through shared
+memory to their place. The last two sizes are wgmmas of a few columns.
 """
 
 from typing import Any, NamedTuple
@@ -41,20 +41,20 @@ from jaxattn.kernels.hopper.ptx import (
 
 SIZES = (1, 2, 4, 8, 16, 32)  # of halves
 WITHIN_A_WARP = 8
-OF_KEYS, OF_QUERIES = 0, 1  # of the products of a warp's own columns
+OF_KEYS, OF_QUERIES = 0, 1  # indices of the products of a warp's own columns
 ROW_BYTES, HALF_BYTES = 128, CHUNK * 128  # of a tile
 
 
 class KdaChunkScores(NamedTuple):
-    """Of queries or of keys with keys."""
+    """Scores of queries or of keys with keys."""
 
     own: jax.Array  # float32 [64, 16], each warp's own 16 columns
     beside: jax.Array  # [64, 48]; columns 0 to 15 and 32 to 47 count, for rows 16 and 48 on
     below: jax.Array  # [64, 32], columns 0 to 31, for rows 32 on
 
     def columns(self) -> list[jax.Array]:
-        """Of the whole [64, 64], 16 side by side. Above the diagonal those of the upper left and of
-        the lower right quarter are 0, and the others undefined."""
+        """Returns the columns of the whole [64, 64], 16 at a time. Above the diagonal those of the
+        upper left and of the lower right quarter are 0, and the others undefined."""
         frame = lax.div(iota((CHUNK, 16), 0), jnp.int32(16))
         (left, right), below = (
             [lax.slice(x, (0, at), (CHUNK, at + 16)) for at in places]
@@ -78,7 +78,7 @@ class KdaChunkScores(NamedTuple):
 
 
 def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
-    """Products of keys and of queries [64, up to the last first half's end] with keys."""
+    """Returns products of keys and of queries [64, up to the last first half's end] with keys."""
     width = CHUNK - size
 
     def products(*accs: Any) -> list[jax.Array]:
@@ -93,8 +93,8 @@ def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
 
 
 def within_warps(size: int, k_tile: Any, q_tile: Any, own: Any, *, interpret: bool) -> None:
-    """Products of keys and of queries with keys, where halves of `size` tokens meet, to `own`,
-    float32 [2, 64, 16]."""
+    """Computes products of keys and of queries with keys, where halves of `size` tokens meet, into
+    `own`, float32 [2, 64, 16]."""
     if interpret:
         _interpreted(size, k_tile, q_tile, own)
         return
@@ -123,7 +123,7 @@ def _interpreted(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
 
 
 def _matrices(address: Any, fixed: int) -> list[Any]:
-    """Four words of a thread: 8 x 8 matrices of 16 bits, a row of each where a lane points to."""
+    """Loads four words per thread: 8 x 8 matrices of 16 bits, one row at each lane's address."""
     code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4 + FIXED];"
     code = code.replace("FIXED", str(fixed))
     return asm(code, [i32()] * 4, [address], "=r,=r,=r,=r,r,~{memory}")
@@ -136,7 +136,7 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
     matrix, row = arith.shrui(lane, word(3)), arith.andi(lane, word(7))
     keys, queries = (llvm.ptrtoint(i32(), pointer(x, word(0))) for x in (k_tile, q_tile))
     first = times(thread.warp, WARP_TOKENS)
-    # On the left: eight keys, eight queries, of 8 channels; the same of the next 8.
+    # Left operand: eight keys, eight queries, of 8 channels; the same of the next 8.
     of_queries = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(matrix, word(1)), word(0))
     left = arith.select(
         of_queries,
@@ -144,7 +144,7 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
         plus(keys, times(plus(first, row, word(HALF_WARP)), ROW_BYTES)),
     )
     at_left = times(arith.xori(arith.shrui(matrix, word(1)), row), 16)
-    # On the right: eight keys, of 32 channels.
+    # Right operand: eight keys, of 32 channels.
     right, at_right = (
         plus(keys, times(plus(first, row), ROW_BYTES)),
         times(arith.xori(matrix, row), 16),
@@ -164,7 +164,8 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
 
 
 def _keep(size: int, thread: WarpgroupThread, products: list[Any], own: Any) -> None:
-    """A thread has of its row the products with two columns: two of keys, two of queries."""
+    """Stores a thread's products. In its row it has those with two columns: two of keys, two of
+    queries."""
     bits = size.bit_length() - 1
     row, column = thread.g, times(thread.t, 2)
     blocks = [arith.shrui(x, word(bits)) for x in (row, column)]
@@ -192,7 +193,8 @@ def _keep(size: int, thread: WarpgroupThread, products: list[Any], own: Any) -> 
 
 
 def own_columns(own: Any, *, interpret: bool) -> list[jax.Array]:
-    """Of keys and of queries [64, 16], what `within_warps` left; a warp's own rows."""
+    """Returns the results of `within_warps`, of keys and of queries [64, 16]; a warp reads its own
+    rows."""
     if interpret:
         return [own[which] for which in (OF_KEYS, OF_QUERIES)]
     out = plgpu.ShapeDtypeStruct((CHUNK, WARP_TOKENS), jnp.float32, layout=TILE)

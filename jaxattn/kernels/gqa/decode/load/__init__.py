@@ -1,1 +1,1 @@
-"""The producer warp: queries, pages and prefetches."""
+"""The producer warpgroup: queries, pages and prefetches."""

@@ -1,10 +1,10 @@
-"""The packed rows of a pair, in arrays [B, S, H, D] as callers have them: no copy packs them.
+"""The packed rows of a pair, in callers' arrays [B, S, H, D]: no copy packs them.
 
-Packed row s * group + j of the pair (row b, KV head h) is token s and query head h * group + j, and
-so row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A block has packed rows in
-eights: behind a pair's last one, loads give the last one again, and stores leave the others out.
+Packed row s * group + j of the pair (row b, KV head h) is token s and query head h * group + j. It
+is row (b * S + s) * H + h * group + j of an array [B * S * H, D]. A CTA has packed rows in
+multiples of eight: past a pair's last one, loads return the last one again, and stores skip them.
 
-A thread has four neighbouring dims of one packed row in eight, as the layout `SCORES` has them.
+A thread has four neighboring dims of one packed row in eight, as in the layout `SCORES`.
 """
 
 import dataclasses
@@ -33,22 +33,24 @@ from jaxattn.kernels.hopper.ptx import (
     word,
 )
 
-WIDTH, OF_THREAD = 64, 4  # dims that half a warp has of a row, and a thread of them
+WIDTH, OF_THREAD = 64, 4  # dims of a row in half a warp, and in a thread
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
-# The dims, of a row's numbers, of which a thread has two and two; by the first of its four.
+# A function of the first of a thread's four dims: the two dims from which on it has two numbers
+# each.
 Order = Callable[[Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """
+    """The packed rows of a CTA.
+
     Attributes:
         q_len: S.
-        group: query heads of a KV head.
+        group: Query heads per KV head.
         kv_heads: Hk.
-        columns: packed rows of the block, a multiple of 8.
-        first: the first of them, of the pair's.
+        columns: Packed rows of the CTA, a multiple of 8.
+        first: The index of the first of them within the pair.
     """
 
     q_len: int
@@ -60,7 +62,7 @@ class PackedRows:
 
     @property
     def used(self) -> int:
-        """Packed rows of a pair."""
+        """The number of packed rows of a pair."""
         return self.q_len * self.group
 
     @property
@@ -68,16 +70,18 @@ class PackedRows:
         return self.group * self.kv_heads
 
     def row_of(self, row: Any, head: Any) -> Any:
-        """Where a pair's packed row 0 is in [B * S * H, D]."""
+        """Returns the index of a pair's packed row 0 in [B * S * H, D]."""
         return row * (self.q_len * self.heads) + head * self.group
 
     def load(
         self, ref: Any, at: Any, first_dim: Any, width: int, order: Order | None = None
     ) -> jax.Array:
-        """Numbers [columns, width] of an array [rows, D], the pair's packed row 0 at `at`.
+        """Loads numbers [columns, width] of an array [rows, D], with the pair's packed row 0 at
+        `at`.
 
         Args:
-            order: of the dims, if not as they lie; `first_dim` is then the first of a block.
+            order: The order of the dims, if not as stored; `first_dim` is then the first of a
+                block.
         """
         if self.interpret:
             dims = pl.ds(first_dim, width)
@@ -106,7 +110,8 @@ class PackedRows:
         return load(ref, *map(jnp.int32, (at, self.first, first_dim)))
 
     def store(self, ref: Any, at: Any, first_dim: Any, x: jax.Array) -> None:
-        """Numbers [columns, width] to an array [rows, D], the pair's packed row 0 at `at`."""
+        """Stores numbers [columns, width] to an array [rows, D], with the pair's packed row 0 at
+        `at`."""
         if self.interpret:
             dims = pl.ds(first_dim, x.shape[1])
             self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1), dims), x[i : i + 1]))
@@ -130,7 +135,8 @@ class PackedRows:
         )
 
     def of_heads(self, ref: Any, head: Any) -> jax.Array:
-        """A number [columns] of each packed row, its query head's of [H]; `head` is the pair's."""
+        """Loads a number [columns] for each packed row, that of its query head of [H]; `head` is
+        the pair's."""
         first = head * self.group
         if self.interpret:
             packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
@@ -152,7 +158,7 @@ class PackedRows:
         return load(ref, *map(jnp.int32, (first, self.first)))
 
     def store_numbers(self, ref: Any, at: Any, x: jax.Array) -> None:
-        """A number of each packed row, to [rows]."""
+        """Stores a number of each packed row to [rows]."""
         if self.interpret:
             self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1),), x[i : i + 1]))
             return
@@ -168,7 +174,8 @@ class PackedRows:
         plgpu.inline_mgpu(arg_types=types)(run)(ref, *map(jnp.int32, (at, self.first)), x)
 
     def _of_thread(self, first: Any) -> list[tuple[Any, Any]]:
-        """(row from the pair's packed row 0 on, whether it is one) of a thread's packed rows."""
+        """Returns, for a thread's packed rows, (offset from the pair's packed row 0, whether the
+        row exists)."""
         thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(1))
         mine = plus(first, times(thread.warp, 2), half)
@@ -182,7 +189,7 @@ class PackedRows:
         return found
 
     def _rows(self) -> list[Any]:
-        """The same, of all packed rows, in the interpreter."""
+        """Returns the same for all packed rows, in the interpreter."""
         packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
         return [p + lax.div(p, self.group) * (self.heads - self.group) for p in packed]
 
@@ -204,7 +211,7 @@ def _bytes(vector: Any) -> int:
 
 
 def _offset(row: Any, width: int, dim: Any, vector: Any) -> Any:
-    """In bytes, 64 bits, of a number of rows of so many."""
+    """Returns the 64-bit byte offset of a number in rows of `width` numbers."""
     wide = ir.IntegerType.get_signless(64)
     number = arith.muli(arith.extui(wide, row), mgpu.c(width, wide))
     number = arith.addi(number, arith.extui(wide, dim))

@@ -1,11 +1,12 @@
-"""Prefetches of what a block reads before its first page is on the way.
+"""Prefetches of the data that a CTA reads before its first page is in flight.
 
-Which row a part begins with says where its length is, and both say where its page's number is. Each
-read waits for the memory, as caches of a few hundred megabytes have passed through L2 since the
-last call. Here lines of them are asked for ahead; nothing waits, and what is wrong does no harm.
+The address of a length depends on the row with which a part begins, and the address of a page
+number on both. Each read waits for memory, because caches of a few hundred megabytes have passed
+through L2 since the last call. These functions prefetch the lines ahead of use; nothing waits for
+them, and a wrong prefetch does no harm.
 
-They stay in L2 while there is anything else to let go of, a cache that streams through above all:
-calls of a step, a layer each, have the same schedule, lengths and tables.
+The lines stay in L2 while there is anything else to evict, above all a cache that streams through.
+The calls of a step, one per layer, have the same schedule, lengths and tables.
 """
 
 import math
@@ -18,14 +19,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.hopper.mlir import arith, ir, mgpu, utils
 from jaxattn.kernels.hopper.ptx import WarpgroupThread, asm, pointer, single, times, word
 
-LINE, NUMBERS = 128, 32  # bytes of a line of the cache, and int32 numbers
+LINE, NUMBERS = 128, 32  # bytes of a cache line, and its int32 numbers
 THREADS = 128
 PRIORITY = "L2::evict_last"
 SPLAT, PLAIN = plgpu.Layout.WG_SPLAT, plgpu.RefType()
 
 
 def prefetch_array(ref: Any, *, interpret: bool) -> None:
-    """The lines of int32 [..], by one warpgroup: each thread's own, so up to 4,096 numbers."""
+    """Prefetches the lines of int32 [..] by one warpgroup, one line per thread: up to 4,096
+    numbers."""
     lines = min(-(-math.prod(ref.shape) // NUMBERS), THREADS)
     if interpret:
         return
@@ -40,7 +42,7 @@ def prefetch_array(ref: Any, *, interpret: bool) -> None:
 
 
 def prefetch_element(ref: Any, row: jax.Array, column: jax.Array, *, interpret: bool) -> None:
-    """The line of one number of int32 [m, n]."""
+    """Prefetches the line of one number of int32 [m, n]."""
     if interpret:
         return
 

@@ -1,7 +1,8 @@
-"""The warpgroup of `gqa_decode`, and of `turbo_decode`, that loads: queries, and each step's cache.
+"""The producer warpgroup of `gqa_decode` and `turbo_decode`: it loads queries and each step's
+cache.
 
-It walks the part ahead of those that compute, and fills rings, each warpgroup's own. A place in a
-ring is filled again as soon as what lies there was read.
+It walks the part ahead of the consumers, and fills rings, one set for each consumer warpgroup. A
+stage of a ring is filled again as soon as its contents have been read.
 """
 
 import dataclasses
@@ -23,18 +24,19 @@ from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 
 def place_of(step: jax.Array, consumers: int) -> tuple[jax.Array, jax.Array]:
-    """(warpgroup, its turn) of a part's step."""
+    """Returns (warpgroup, its turn) for a part's step."""
     return lax.rem(step, consumers), lax.div(step, consumers)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadPipeline:
-    """
+    """A ring of pipeline stages per consumer warpgroup.
+
     Attributes:
-        steps: of each warpgroup, that have a place.
-        loaded, read: barriers [w, steps] of what has come, and of what may be overwritten.
-        copies: (from, to) of a step of a pair, of (pair, the cache's pages, step, warpgroup, its
-            place in the ring).
+        steps: The number of stages per warpgroup.
+        loaded, read: Full and empty barriers [w, steps].
+        copies: Returns the (source, destination) pairs of a step's copies, from (pair, the cache's
+            pages, step, warpgroup, its stage in the ring).
     """
 
     steps: int
@@ -46,12 +48,13 @@ class LoadPipeline:
 
 
 class PipelineState(NamedTuple):
-    """Whose a step is. Counted on from step to step: a division takes longer than a step's copy.
+    """The consumer and stages of a step. It is incremented from step to step: a division takes
+    longer than a step's copy.
 
     Attributes:
-        wg: the warpgroup.
-        turn: how many steps it had before.
-        slots: the step's place in each ring.
+        wg: The warpgroup.
+        turn: The number of steps that this warpgroup had before.
+        slots: The step's stage in each ring.
     """
 
     wg: jax.Array
@@ -59,7 +62,7 @@ class PipelineState(NamedTuple):
     slots: tuple[jax.Array, ...]
 
     def next(self, consumers: int, rings: tuple[LoadPipeline, ...]) -> "PipelineState":
-        """Of the step after it."""
+        """Returns the state of the next step."""
         around = self.wg == consumers - 1
         slots = tuple(
             jnp.where(around, jnp.where(slot == ring.steps - 1, 0, slot + 1), slot)
@@ -71,12 +74,13 @@ class PipelineState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GqaDecodeProducer:
-    """
+    """The loop of the producer warpgroup.
+
     Attributes:
-        queries: how they come.
-        memory: has `queries_read`, barriers of the places of queries.
-        rings: in the order in which a step's copies start.
-        consumers: warpgroups that compute.
+        queries: The loader of queries.
+        memory: The shared memory; `queries_read` are the barriers of the places of queries.
+        rings: The rings, in the order in which a step's copies start.
+        consumers: The number of consumer warpgroups.
     """
 
     part: HeadWorkPartition
@@ -87,14 +91,15 @@ class GqaDecodeProducer:
     interpret: bool
 
     def run(self, between: Callable[[], None]) -> None:
-        """Everything, to the end: a thread that waits on a barrier has to see each of its
-        completions. `between` is done when all has been asked for."""
+        """Runs all loads, and waits for all barriers: a thread that waits on a barrier must observe
+        each of its completions. `between` is called when all loads have been issued."""
         self.part.prefetch_next(interpret=self.interpret)
         number, done = self.part.each_piece(self._piece, (jnp.int32(0), jnp.int32(0)))
         between()
         self.part.prefetch_lines(interpret=self.interpret)  # again, for the next call
 
-        # What nobody waited for: the last steps of each ring, and the last queries.
+        # The completions that nobody has waited for: those of each ring's last steps, and of the
+        # last queries.
         for ring in self.rings:
 
             @pl.loop(jnp.maximum(done - self.consumers * ring.steps, 0), done)
@@ -112,7 +117,7 @@ class GqaDecodeProducer:
         number, done = carry
         pair, stop = place.row, start + steps
         at = lax.rem(number, QUERIES)
-        # Before anything is waited for, the first pages' numbers and the queries are asked for.
+        # The first page numbers and the queries are loaded before anything is waited for.
         numbers_of = self.part.numbers_of(pair, stop)
         numbers = numbers_of(start), numbers_of(start + 1)
         asked = self.queries.ask(pair)
@@ -121,13 +126,13 @@ class GqaDecodeProducer:
 
         def step(i, carry):
             (numbers, following), turns = carry
-            later = numbers_of(start + i + 2)  # which nobody waits for before the next step's end
+            later = numbers_of(start + i + 2)  # needed only after the next step
             for ring, slot in zip(self.rings, turns.slots, strict=True):
                 free = functools.partial(plgpu.barrier_wait, ring.read.at[turns.wg, slot])
                 pl.when(turns.turn >= ring.steps)(free)
                 for some, to in ring.copies(pair, numbers, start + i, turns.wg, slot):
                     plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[turns.wg, slot])
-            # A barrier tells odd rounds from even ones: no warp may be a round behind.
+            # A barrier only distinguishes odd phases from even ones: no warp may be a phase behind.
             warpgroup_barrier(interpret=self.interpret)
             return (following, later), turns.next(self.consumers, self.rings)
 

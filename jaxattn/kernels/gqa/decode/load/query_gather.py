@@ -1,7 +1,7 @@
 """Gather of a pair's queries from the caller's array into shared memory.
 
-In two turns, of which the first starts loads and the second waits for them: the first step's copies
-of the cache start between the two.
+It has two phases: the first issues loads, and the second waits for them. The first step's copies of
+the cache start in between.
 """
 
 import dataclasses
@@ -21,27 +21,28 @@ from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
 from jaxattn.kernels.hopper.instructions import issue_loads
 
-AT_A_TIME = 2048  # numbers that are gathered at a time, 16 a thread
+AT_A_TIME = 2048  # numbers that are gathered at a time, 16 per thread
 
 
 class QueryLoaderProtocol(Protocol):
     def ask(self, pair: jax.Array) -> Any:
-        """Starts what `put` waits for."""
+        """Issues the loads that `put` waits for."""
         ...
 
     def put(self, asked: Any, pair: jax.Array, at: jax.Array) -> None:
-        """Brings a pair's queries to place `at`, and says so when they are there."""
+        """Stores a pair's queries at place `at`, and signals their arrival."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryGather:
-    """
+    """The gather of queries.
+
     Attributes:
         q_ref: [B * S * H, D], of which `rows` are gathered.
-        memory: has `queries`, their barriers, and for an FP8 cache `factors`.
-        scale: of all scores.
-        kv_scale_ref: float32 [2, Hk] of an FP8 cache, which takes float16 queries in the order of
+        memory: The shared memory: `queries`, their barriers, and for an FP8 cache `factors`.
+        scale: The scale of all scores.
+        kv_scale_ref: float32 [2, Hk] for an FP8 cache, which takes float16 queries in the order of
             its keys, and a factor of each packed row's scores; None: queries as they are.
     """
 
@@ -66,7 +67,8 @@ class QueryGather:
         plgpu.barrier_arrive(self.memory.queries_loaded.at[at])
 
     def _some(self) -> Iterator[tuple[int, PackedRows]]:
-        """The packed rows, as many as are gathered at a time, and where they begin."""
+        """Yields the packed rows in groups that are gathered at a time, with the index of the
+        first."""
         rows, dim = self.rows, self.q_ref.shape[1]
         each = max(AT_A_TIME // dim, ACROSS)
         for start in range(0, rows.columns, each):

@@ -1,1 +1,1 @@
-"""Split-KV decode: tile scheduler, partial results and their combination."""
+"""Split-KV decode: tile scheduler, partial results and their combine."""

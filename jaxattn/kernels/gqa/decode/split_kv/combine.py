@@ -1,7 +1,9 @@
-"""Merges the partial results of a pair that `gqa_decode` cut; sinks and gate join here.
+"""The combine of a pair that `gqa_decode` split: merges partial results, and applies sinks and
+gate.
 
-The block that has a pair's last piece does it. The interpreter knows no atomic operations: there a
-launch of its own follows, a block for eight packed rows of a pair and up to 128 of its dims.
+The CTA whose piece of a pair is the last to arrive merges them. The interpreter has no atomic
+operations: there a separate launch follows, with a CTA for eight packed rows of a pair and up to
+128 of its dims.
 """
 
 import dataclasses
@@ -25,14 +27,15 @@ from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.instructions import issue_loads
 
-# Partial results that are read at a time, by how many times 64 dims, for each of which a result
-# takes four registers; and where few are left.
+# Partial results that are read at a time, by the number of groups of 64 dims: a result takes four
+# registers for each group. FEW is for where few results are left.
 MANY, FEW = {1: 16, 2: 8}, 8
-AT_A_TIME = 2  # times 64 dims that the interpreter's launch merges at a time
+AT_A_TIME = 2  # groups of 64 dims that the interpreter's launch merges at a time
 
 
 def chunks_of(head_dim: int, consumers: int) -> int:
-    """Times 64 dims that each of the warpgroups merges at a time, so that all are in one go."""
+    """Returns the groups of 64 dims that each warpgroup merges at a time, so that one pass
+    suffices."""
     return -(-head_dim // (WIDTH * consumers))
 
 
@@ -42,10 +45,11 @@ def _wide(vector: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitKvCombine:
-    """
+    """The operands of the combine.
+
     Attributes:
-        first_rows: of the output, and of the partial results, in the arrays below.
-        rows: packed rows that partial results have of a pair.
+        first_rows: First rows of the output, and of the partial results, in the arrays below.
+        rows: Packed rows per pair in the partial results.
         out: [.., D], lse float32 [B * S * H].
         partial: float32 [.., D], partial_lse float32 [2 * parts, rows], natural logarithm.
         sinks: float32 [H], or None.
@@ -70,11 +74,12 @@ class SplitKvCombine:
         first_dim: Any,
         chunks: int,
     ) -> None:
-        """Eight packed rows of the pair (row, KV head), and so many times 64 of its dims.
+        """Merges and writes eight packed rows of the pair (row, KV head), and `chunks` groups of 64
+        dims.
 
         Args:
-            slots: the pair's of `Schedule`.
-            packed: the eight.
+            slots: The pair's entries of `Schedule.slots`.
+            packed: The eight packed rows.
         """
         at = packed.row_of(row, head)
         firsts = [pl.multiple_of(first_dim + i * WIDTH, WIDTH) for i in range(chunks)]
@@ -104,7 +109,8 @@ class SplitKvCombine:
             packed.store_numbers(self.lse, at, jnp.where(empty, -jnp.inf, lse))
 
     def _sum(self, slots: list[jax.Array], first: Any, first_dims: list[Any]) -> Any:
-        """(maximum of the log2 of weights, their sum divided by 2**that, outputs times it)."""
+        """Returns (maximum of the log2 of weights, their sum divided by 2**that, outputs times that
+        sum)."""
         number, mine = slots[1], pl.ds(pl.multiple_of(first, ACROSS), ACROSS)
         dims = [pl.ds(each, WIDTH) for each in first_dims]
 
@@ -160,13 +166,14 @@ def combine(
     *,
     detect_races: bool = False,
 ) -> jax.Array:
-    """In the interpreter, writes the pairs that were cut to the output, and returns the LSE of all.
+    """In the interpreter, writes the pairs that were split to the output, and returns the LSE of
+    all.
 
     Args:
-        line: the parts of the launch.
-        refs: the output's rows [.., D], and the partial results'.
+        line: The parts of the launch.
+        refs: The rows [.., D] of the output, and of the partial results.
         lse: float32 [B * S * H].
-        first_rows, partial_lse: as `SplitKvCombine` has them.
+        first_rows, partial_lse: As in `SplitKvCombine`.
     """
     pairs, rows = line.slots.shape[1], partial_lse.shape[1]
     dims = refs[0].shape[1] // WIDTH

@@ -1,7 +1,8 @@
-"""Outputs of the grouped-query decode kernels: places to write, and the result.
+"""Outputs of the grouped-query decode kernels: the arrays to write to, and the result.
 
-A kernel writes rows of 2-D arrays, arrays of its own or the arena's whole lanes: a pair's output,
-or for a pair that was cut its partial results, which combine.py merges into the output.
+A kernel writes rows of 2-D arrays, which are its own or whole lanes of the arena. A pair that was
+not split has its output there; a split pair has its partial results, which combine.py merges into
+the output.
 """
 
 import math
@@ -19,17 +20,18 @@ from jaxattn.kernels.gqa.decode.split_kv.workspace import spec_of
 
 
 class GqaDecodeOutputs:
-    """Where the launch of a call writes.
+    """The arrays that the launch of a call writes.
 
     Attributes:
-        line: the parts of the launch.
-        first_rows: of the output, and of the partial results, in the arrays of `refs`.
-        refs: those arrays.
-        inputs, outputs: of the launch. What concerns partial results is None where there are none.
+        line: The parts of the launch.
+        first_rows: First rows of the output, and of the partial results, in the arrays of `refs`.
+        refs: The arrays.
+        inputs, outputs: Inputs and outputs of the launch. Entries for partial results are None if
+            there are none.
     """
 
     def __init__(self, call: GqaDecodeCall, line: Schedule, *, interpret: bool):
-        """`line`: of the call's schedule, the usual one or the fine one."""
+        """`line`: the parts of the call's schedule, the usual one or the fine one."""
         assert call.schedule is not None
         schedule, arena = call.schedule, call.arena
         self.call, self.line, self.interpret = call, line, interpret
@@ -61,7 +63,8 @@ class GqaDecodeOutputs:
             self.inputs["arrived_ref"] = schedule.arrived_of(call.tiles)
 
     def config(self) -> dict[str, Any]:
-        """What `GqaDecodeConfig` has of the call, its schedule and these arrays."""
+        """The fields of `GqaDecodeConfig` that depend on the call, its schedule and these
+        arrays."""
         call = self.call
         assert call.schedule is not None
         return {
@@ -82,10 +85,10 @@ class GqaDecodeOutputs:
         }
 
     def finish(self, written: Mapping[str, jax.Array], *, detect_races: bool) -> tuple[Any, ...]:
-        """(out [B, S, H, D], lse [B, S, H]), and the arena if there is one.
+        """Returns (out [B, S, H, D], lse [B, S, H]), and the arena if there is one.
 
-        `written` is what the launch returned. In the interpreter pairs that were cut are merged
-        here, and get their sinks and gates.
+        `written` is the result of the launch. In the interpreter this method merges the pairs that
+        were split, and applies their sinks and gates.
         """
         call, arena = self.call, self.call.arena
         lse = written["lse_ref"]

@@ -1,12 +1,13 @@
 """Schedules of `gqa_decode` with more parts than the GPU runs at a time.
 
-A pair is a row and a KV head. A part is what one block does, one pair after another. A turn is as
-many parts as the GPU runs at a time. A line is all parts, in the order in which they begin.
+A pair is a row and a KV head. A part is the work of one CTA, one pair after another. A turn (wave)
+is as many parts as the GPU runs at a time. A line is all parts, in the order in which they begin.
 
-The GPU gives the next part to whichever multiprocessor is done, and not all read equally fast. So
-where whole pairs are long, all but the last turn or two of them are dealt out, and those of the
-end are a part each, the longest first. Where the last turn is nearly full, its end would still be
-ragged by what the slowest are behind: the last pairs are cut, and the shortest pieces come last.
+The GPU gives the next part to the first free multiprocessor, and not all read equally fast. So if
+whole pairs are long, all but the last turn or two of them are dealt to parts in advance. The pairs
+of the end are one part each, the longest first. If the last turn is nearly full, the lag of the
+slowest multiprocessors would still make its end ragged: the last pairs are split, and the shortest
+pieces come last.
 """
 
 import dataclasses
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
 
-LONG_PAIR = 96  # steps of a pair, on average
-# A last turn of so many of the multiprocessors or more, of 4, is the end by itself, and its last
-# pairs are cut. The end of another is the turn before it too.
+LONG_PAIR = 96  # average steps of a pair
+# A last turn that fills this many quarters of the multiprocessors or more is the end by itself, and
+# its last pairs are split. Otherwise the end also includes the turn before it.
 FULL = 3
 # Pieces of each of the last pairs, and of those before them. The former have 8 of 11 of the partial
 # results, of which there are two for each multiprocessor.
@@ -29,11 +30,11 @@ LEAST_PIECE = 8  # steps
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OversubscribedSchedule:
-    """Such a schedule, and where its parts put partial results.
+    """A schedule of more parts than run at a time, and the slots of their partial results.
 
     Attributes:
-        line: the parts. Where pairs are not long they are the usual ones, and empty ones.
-        first_slots: int32 [parts], the partial result of each part's first piece.
+        line: The parts. If pairs are not long, these are the usual parts followed by empty ones.
+        first_slots: int32 [parts], the slot of the partial result of each part's first piece.
     """
 
     line: Schedule
@@ -41,25 +42,25 @@ class OversubscribedSchedule:
 
 
 def may_oversubscribe(pairs: int, parts: int, steps: int) -> bool:
-    """Whether there are such lines, from static shapes."""
+    """Whether there are such schedules, from static shapes."""
     return pairs > parts and steps >= LONG_PAIR
 
 
 def tail_of(parts: int) -> tuple[int, int]:
-    """How many of the last pairs are cut in halves, and how many after them in SHORT pieces: two
-    partial results for each of `parts` are enough."""
+    """Returns how many of the last pairs are split into halves, and how many after them into SHORT
+    pieces: two partial results for each of `parts` suffice."""
     short = 2 * parts // (SHORT + 3)
     return (2 * parts - SHORT * short) // HALF, short
 
 
 def most_parts(pairs: int, parts: int, more: int) -> int:
-    """Parts of such a line: the usual ones with what is dealt out, and the end's, of which a nearly
-    full turn has so many more than pairs."""
+    """Returns the most parts of such a line: the usual ones for the pairs dealt in advance, and
+    those of the end. A nearly full turn has `more` parts in addition to its pairs."""
     return min(pairs + more, parts + max(parts - 1 + more, parts + FULL * parts // 4))
 
 
 def full_waves(number: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
-    """(turns of so many pairs that are dealt out, whether the last turn is nearly full)."""
+    """Returns (turns of pairs that are dealt in advance, whether the last turn is nearly full)."""
     full = 4 * (number % parts) >= FULL * parts
     return jnp.maximum(number // parts - jnp.where(full, 0, 1), 0), full
 
@@ -67,12 +68,12 @@ def full_waves(number: jax.Array, parts: int) -> tuple[jax.Array, jax.Array]:
 def oversubscribe(
     line: Schedule, pages: jax.Array, *, cost: int, cut: bool
 ) -> OversubscribedSchedule:
-    """The line of more pairs than parts, in more parts.
+    """Returns the line of more pairs than parts, divided into more parts.
 
     Args:
-        pages: int32 [pairs], steps of each.
-        cost: of a pair beside its steps, in steps.
-        cut: whether pairs may be cut here that `line` does not cut.
+        pages: int32 [pairs], the steps of each pair.
+        cost: The cost of a pair beyond its steps, in steps.
+        cut: Whether pairs may be split here that `line` does not split.
     """
     assert line.order is not None, "of more pairs than parts there is an order"
     usual, place = line.parts, jnp.arange(pages.shape[0], dtype=jnp.int32)
@@ -81,7 +82,7 @@ def oversubscribe(
     number = jnp.sum(pages > 0, dtype=jnp.int32)
     turns, full = full_waves(number, usual)
 
-    # Forth and back, as `assign_whole_rows` does it, but the end.
+    # Back and forth, as in `assign_whole_rows`, except the end.
     ranked = jnp.argsort(-jnp.where(pages > 0, pages + cost, 0), stable=True).astype(jnp.int32)
     mine, turn = place // jnp.maximum(turns, 1), place % jnp.maximum(turns, 1)
     rank = turn * usual + jnp.where(turn % 2 == 0, mine, usual - 1 - mine)
@@ -94,7 +95,7 @@ def oversubscribe(
     steps = pages[order]
     size = (steps + pieces - 1) // pieces
     size = jnp.where(pieces > 1, jnp.maximum(size, LEAST_PIECE), jnp.maximum(size, 1))
-    pieces = (steps + size - 1) // size  # 0 behind the last
+    pieces = (steps + size - 1) // size  # 0 after the last pair
     begin = jnp.where(at_the_end, pieces, turn == 0)  # parts that begin in the pair
     cuts, at = _cuts(begin, size, number, parts)
 
@@ -120,8 +121,8 @@ def oversubscribe(
 def _cuts(
     begin: jax.Array, size: jax.Array, number: jax.Array, parts: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(cuts [2, parts + 1] where so many parts begin at each of the first `number` places, every
-    `size` steps; the place of each part [parts])."""
+    """Returns (cuts [2, parts + 1] if `begin` parts begin at each of the first `number` places, one
+    every `size` steps; the place of each part [parts])."""
     end, part = jnp.cumsum(begin), jnp.arange(parts + 1, dtype=jnp.int32)
     at = jnp.sum(end <= part[:, None], axis=1, dtype=jnp.int32)
     inside = jnp.minimum(at, begin.shape[0] - 1)

@@ -1,7 +1,7 @@
-"""The schedule of `gqa_decode`: the steps of all (row, KV head) pairs, cut into parts.
+"""The tile scheduler of `gqa_decode`: it divides the steps of all (row, KV head) pairs into parts.
 
-The cutting is mla_decode's, of pairs in the place of rows; work_partition.py says how they are
-counted.
+The division is that of mla_decode, with pairs instead of rows; work_partition.py describes how
+steps are counted.
 """
 
 import dataclasses
@@ -32,26 +32,26 @@ from jaxattn.kernels.gqa.decode.split_kv.semaphore import zero_counts
 from jaxattn.kernels.gqa.decode.split_kv.work_partition import first_step
 from jaxattn.kernels.hopper.device import NUM_SMS
 
-INTERPRETED_SMS = 4  # the interpreter takes seconds for a block, with work or without
-# What a pair costs its part beside its steps, in steps: the exchange of two outputs and the write,
-# while the producer goes on. And what partial results and their merging cost.
+INTERPRETED_SMS = 4  # the interpreter takes seconds per CTA, with or without work
+# The cost of a pair beyond its steps, in steps: the exchange of two outputs and the store, while
+# the producer goes on. And the cost of partial results and their combine.
 PAIR_COST, MERGE_COST = 2, 6
-# Some multiprocessors fewer read as fast as all: parts of one piece are taken when they are longer
-# by at most one part in this.
+# Slightly fewer multiprocessors read as fast as all of them: parts of one piece are used if they
+# are longer by at most one part in this.
 LONGER = 40
-# Steps of a part that is worth its partial results; and where few are merged, one for each of two
-# warpgroups.
+# The least steps of a part that pays for its partial results; and, if few are merged, one step for
+# each of two warpgroups.
 LEAST_PART, SHORT_PART = 4, 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PairSchedule:
-    """The division of pairs of a row and a key-value head among the GPU's blocks, from
+    """The division of pairs of a row and a key-value head among the GPU's CTAs, from
     `decode_schedule`.
 
     Attributes:
-        line: the parts, over pairs p = row * Hk + head.
+        line: The parts, over pairs p = row * Hk + head.
         arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls with this schedule,
             which run one after another. None: each call creates its own counters.
         seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
@@ -59,10 +59,10 @@ class PairSchedule:
             lengths.
         num_kv_heads: Hk.
         q_len: S.
-        window: the number of keys that a token sees, or None.
-        fine: a second `line` with more parts than the GPU runs at a time, for a kernel that is
+        window: The number of keys that a token sees, or None.
+        fine: A second `line` with more parts than the GPU runs at a time, for a kernel that is
             bound by memory. None: there are too few pairs.
-        batch_invariant: whether the bits of a pair's result do not depend on the earlier pairs of
+        batch_invariant: Whether the bits of a pair's result do not depend on the earlier pairs of
             its part.
     """
 
@@ -76,10 +76,10 @@ class PairSchedule:
     batch_invariant: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def arrived_of(self, tiles: int) -> jax.Array:
-        """`arrived`, made here where it is None, for so many tiles of a pair.
+        """Returns `arrived`, or zeros if it is None, for `tiles` tiles per pair.
 
         Raises:
-            ValueError: it is for others.
+            ValueError: It was made for another number of tiles.
         """
         if self.arrived is None:
             return zero_counts(jnp.repeat(self.line.slots[1], tiles))
@@ -112,32 +112,33 @@ class PairSchedule:
 
 
 def check_groups(op: str, num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError unless each KV head has as many query heads."""
+    """Raises ValueError unless all KV heads have the same number of query heads."""
     if num_heads % num_kv_heads:
         raise ValueError(f"{op}: {num_heads=} must be a multiple of {num_kv_heads=}")
 
 
 def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
-    """Steps that a row may have, from static shapes."""
+    """Returns the most steps of a row, from static shapes."""
     steps = num_steps(max_pages, page_size)
     if window is None:
         return steps
-    # So many tokens in a row, which may begin at the last one of a step.
+    # This many consecutive tokens, which may begin at the last token of a step.
     return min(steps, -(-(q_len + window - 2) // PAGE) + 1)
 
 
 def num_parts(
     pairs: int, steps: int, *, columns: int, tiles: int, head_dim: int, num_sms: int
 ) -> int:
-    """Parts of a call, from static shapes: as many blocks for each tile as the GPU runs at a time,
-    or fewer where the pairs are not worth as many."""
+    """Returns the parts of a call, from static shapes: as many as the GPU runs CTAs at a time for
+    each tile, or fewer if the pairs do not pay for them."""
     blocks = num_sms * ctas_per_sm(columns, head_dim, steps)
     return max(1, min(blocks // tiles, pairs * (steps + PAIR_COST) // SHORT_PART))
 
 
 def may_cut(pairs: int, parts: int, steps: int) -> bool:
-    """Whether pairs of up to so many steps are cut at all, from static shapes; of 0 steps, which
-    nobody said, they may be. A window's few steps are not: there is no second launch, to merge."""
+    """Whether pairs of up to `steps` steps are split at all, from static shapes; with 0 steps,
+    which means unknown, they may be. A window's few steps are not split: no second launch is needed
+    to merge."""
     return may_split(pairs, parts) and not 0 < steps < 2 * MIN_PART
 
 
@@ -154,8 +155,8 @@ def decode_schedule(
     batch_invariant: bool = False,
     interpret: bool = False,
 ) -> PairSchedule:
-    """The schedule that divides the pairs of a step among the GPU's blocks. Compute it once per
-    step, for all layers of these shapes.
+    """Returns the schedule that divides the pairs of a step among the GPU's CTAs. Compute it once
+    per step, for all layers of these shapes.
 
     Args:
         seq_lens: int32 [B], as for `gqa_decode`: lengths beyond M * C are padding here too.
@@ -163,16 +164,16 @@ def decode_schedule(
         num_heads: H.
         num_kv_heads: Hk.
         head_dim: D.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page. The kernel supports 16, 32, 64 and 128.
-        window: the number of keys that a token sees. Layers with another window need another
+        max_pages: M, the width of the block tables.
+        page_size: C, the tokens of a page. The kernel supports 16, 32, 64 and 128.
+        window: The number of keys that a token sees. Layers with another window need another
             schedule.
-        batch_invariant: a row's result has the same bits with any other rows. Only B, M and the
-            row's own length determine how a pair is split.
-        interpret: whether the schedule is for the interpreter, which has fewer blocks.
+        batch_invariant: Whether a row's result has the same bits with any other rows. Only B, M and
+            the row's own length then determine how a pair is split.
+        interpret: Whether the schedule is for the interpreter, which has fewer CTAs.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong dtype, shape or size; the message names the
+        TypeError, ValueError: An argument has a wrong dtype, shape or size; the message names the
             argument.
     """
     arguments = OpArguments("gqa.decode_schedule")

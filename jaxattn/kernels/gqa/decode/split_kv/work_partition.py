@@ -1,8 +1,8 @@
-"""The partition of `gqa_decode`'s work among blocks, in pairs (row, KV head) instead of rows.
+"""The partition of `gqa_decode`'s work among CTAs, in pairs (row, KV head) instead of rows.
 
-Pair p is KV head p % Hk of row p // Hk. All multiprocessors so have work whatever Hk is. Steps, 64
-tokens each, are counted from the first one of which the row's window has a token; those left of it
-are in no part, and nobody reads their pages.
+Pair p is KV head p % Hk of row p // Hk, so that all multiprocessors have work whatever Hk is.
+Steps, 64 tokens each, count from the first step in which the row's window has a token. Earlier
+steps are in no part, and nobody reads their pages.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ MOST = 2**31 - 1  # of int32
 
 
 def window_start(lengths: jax.Array, queries: Any, window: int) -> jax.Array:
-    """The first key that the first of the last `queries` tokens sees."""
+    """Returns the first key that the first of the last `queries` tokens sees."""
     return jnp.maximum(lengths - queries - (window - 1), 0)
 
 
 def first_step(lengths: jax.Array, q_len: int, window: int | None) -> jax.Array:
-    """The first step of rows that a line has: of S tokens, whatever `query_lens` says, so that
-    the kernel and a schedule made without it agree."""
+    """Returns the first step of rows that a line has: for S tokens, whatever `query_lens` contains,
+    so that the kernel and a schedule made without it agree."""
     if window is None:
         return jnp.zeros_like(lengths)
     return lax.div(window_start(lengths, q_len, window), jnp.int32(PAGE))
@@ -40,10 +40,11 @@ class HeadWorkPartition(WorkPartition):
     """A part of pairs; `row` of `WorkPartition` is a pair here.
 
     Attributes:
-        kv_ref: the cache [L, 2 N, C, Hk D], keys of page n at 2 n and its values behind them.
+        kv_ref: The cache [L, 2 N, C, Hk D], with the keys of page n at 2 n, followed by its values.
         query_lens_ref: [B], or None.
-        asked_refs: int32 or uint32 arrays beside these, of which each block reads a few numbers.
-        first_slot: the partial result of the part's first piece; the next one's is behind it.
+        asked_refs: Further int32 or uint32 arrays, of which each CTA reads a few numbers.
+        first_slot: The slot of the partial result of the part's first piece; the next piece has the
+            next slot.
     """
 
     kv_heads: int
@@ -62,13 +63,13 @@ class HeadWorkPartition(WorkPartition):
         return row, pair - row * self.kv_heads
 
     def length_of(self, pair: jax.Array) -> jax.Array:
-        """Tokens of the pair's row. It is 0, as for padding, where the row has more tokens than the
-        table has places, or another length than in the schedule."""
+        """Returns the tokens of the pair's row. It is 0, as for padding, if the row has more tokens
+        than the table has places, or another length than in the schedule."""
         length, known = self._lengths(pair)
         return length if known is None else jnp.where(known, length, 0)
 
     def known(self, pair: jax.Array) -> jax.Array | None:
-        """Whether the schedule has the row's length. None: it was made of this call's lengths."""
+        """Whether the schedule has the row's length. None: it was made from this call's lengths."""
         return self._lengths(pair)[1]
 
     def _lengths(self, pair: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -80,13 +81,13 @@ class HeadWorkPartition(WorkPartition):
         return length, None if self.made_of_ref is None else length == self.made_of_ref[row]
 
     def queries_of(self, pair: jax.Array) -> jax.Array | None:
-        """How many query tokens its row has; None: all S."""
+        """Returns the number of query tokens of the pair's row; None: all S."""
         if self.query_lens_ref is None:
             return None
         return self.query_lens_ref[self.row_and_head(self.some_row(pair))[0]]
 
     def prefetch_next(self, *, interpret: bool) -> None:
-        """Asks for what `numbers_of` the first piece reads in turn."""
+        """Prefetches what `numbers_of` the first piece reads in turn."""
         self.prefetch_lines(interpret=interpret)
         if self.window is not None:  # its first page depends on its length
             return
@@ -96,8 +97,8 @@ class HeadWorkPartition(WorkPartition):
         prefetch_element(self.table_ref, self.row_and_head(pair)[0], page, interpret=interpret)
 
     def prefetch_lines(self, *, interpret: bool) -> None:
-        """Asks for the arrays of which each block reads a few numbers; the first block alone for
-        those that are read behind its first page, or at once."""
+        """Prefetches the arrays of which each CTA reads a few numbers. Only the first CTA
+        prefetches those that are read after the first page, or at once."""
         for ref in (self.order_ref, self.lens_ref, self.made_of_ref):
             if ref is not None:
                 prefetch_array(ref, interpret=interpret)
@@ -108,11 +109,11 @@ class HeadWorkPartition(WorkPartition):
                 prefetch_array(ref, interpret=interpret)
 
     def slot_at(self, place: SchedulePosition) -> jax.Array:
-        """Where the partial result of the part's piece at that place goes."""
+        """Returns the slot of the partial result of the part's piece at that place."""
         return self.first_slot + (place.number != self.begin[0]).astype(jnp.int32)
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
-        """The first key that any of its query tokens sees; None without a window."""
+        """Returns the first key that any of the pair's query tokens sees; None without a window."""
         if self.window is None:
             return None
         given = self.queries_of(pair)
@@ -126,11 +127,11 @@ class HeadWorkPartition(WorkPartition):
         return self.pages_in(self.length_of(row)) - self.first_step_of(row)
 
     def numbers_of(self, row: jax.Array, stop: jax.Array) -> Callable[[jax.Array], list[jax.Array]]:
-        """The cache's pages of a pair's step, by its number. Of steps from `stop` on, those of the
-        step before it; past the row's end or left of its window, the nearest page within: what is
-        read is masked. What depends on the pair alone is read once, here: the loading warpgroup has
-        less time for a step than that takes.
-        """
+        """Returns a function from a pair's step to the cache's pages of the step. For steps from
+        `stop` on it returns those of the step before `stop`. Past the row's end or left of its
+        window, it returns the nearest page inside: the keys are masked. Values that depend only on
+        the pair are read once, here: the producer warpgroup has less time for a step than reading
+        them takes."""
         pair = self.some_row(row)
         of_row, size = self.row_and_head(pair)[0], self.page_size
         last_step, first_step = jnp.maximum(stop - 1, 0), self.first_step_of(pair)
@@ -151,7 +152,8 @@ class HeadWorkPartition(WorkPartition):
         return numbers
 
     def boxes(self, kind: int, pair: jax.Array, numbers: list[jax.Array], step: jax.Array) -> Any:
-        """A step's keys or values [tokens, D], as many tokens as lie together at a time."""
+        """Returns a step's keys or values [tokens, D], one box for each contiguous run of
+        tokens."""
         size, dim = self.page_size, self.head_dim
         inside: Any = 0
         if size > PAGE:

@@ -29,31 +29,31 @@ def scratch(
     dtype: Any = jnp.bfloat16,
     cache_dtype: Any = None,
 ) -> ArenaSpec:
-    """The scratch of `gqa_decode` in the arena: its output, and float32 partial results of split
-    pairs.
+    """Returns the scratch of `gqa_decode` in the arena: its output, and float32 partial results of
+    split pairs.
 
     Args:
-        batch: B, rows of the bucket.
-        q_len: S, query tokens of a row.
+        batch: B, the rows of the bucket.
+        q_len: S, the query tokens of a row.
         num_heads: H.
         num_kv_heads: Hk.
         head_dim: D.
-        max_pages: M, width of the block tables.
-        page_size: C, tokens of a page.
-        window: the number of keys that a token sees; None is all, which needs at least as much
+        max_pages: M, the width of the block tables.
+        page_size: C, the tokens of a page.
+        window: The number of keys that a token sees; None means all, which needs at least as much
             scratch.
-        dtype: the queries' dtype.
-        cache_dtype: dtype of keys and values; None is `dtype`.
+        dtype: The queries' dtype.
+        cache_dtype: The dtype of keys and values; None means `dtype`.
 
     Returns:
-        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32 [parts,
-        2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132 parts. For
-        32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch and
-        context. Empty for shapes and dtypes that the kernel does not support, because XLA allocates
-        its own scratch.
+        Region `out` [B, S, H, D]. If pairs may be split, also region `partial_out` float32
+        [parts, 2, rows, D], with S * group rows, rounded up to a multiple of 8, and at most 132
+        parts. For 32 query heads over 8 KV heads of 128 dims, the region takes 1 MiB for any batch
+        and context. Empty for shapes and dtypes that the kernel does not support, because XLA
+        allocates its own scratch.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; the message names the size.
+        TypeError, ValueError: A size is not a positive integer; the message names the size.
     """
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     pages = {"max_pages": max_pages, "page_size": page_size}
@@ -73,7 +73,7 @@ def scratch(
 
 
 def spec_of(shape: tuple[int, ...], rows: int, dtype: Any, parts: int, split: bool) -> ArenaSpec:
-    """Of outputs [B, S, H, D], and `rows` packed rows of a pair."""
+    """Returns the arena spec for outputs [B, S, H, D], and `rows` packed rows per pair."""
     regions: dict[str, Any] = {"out": (shape, dtype)}
     if split:
         regions["partial_out"] = ((parts, 2, rows, shape[-1]), jnp.float32)

@@ -1,1 +1,1 @@
-"""MLA decode of few packed rows and FP8 caches: heads are the N side of wgmma."""
+"""MLA decode for few packed rows and for FP8 caches: heads are the N side of wgmma."""

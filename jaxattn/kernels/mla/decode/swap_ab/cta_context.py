@@ -1,4 +1,4 @@
-"""The block (CTA) of `mla_decode_swap_ab`: its configuration and its references."""
+"""The CTA of `mla_decode_swap_ab`: its configuration and its refs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwapAbConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        columns: N, packed rows (query token, head) of a block.
-        parts: of the schedule.
-        out_rows: packed rows that the output keeps of a request.
+        columns: N, the packed rows (query token, head) of a CTA.
+        parts: Parts of the schedule.
+        out_rows: Packed rows that the output keeps per request.
         first_rows: `MlaDecodeOutputs.first_rows`.
-        page_size: tokens of a page of the cache; a "page" in these files is 64 tokens.
-        latents: the cache's format.
-        rope: whether a latent has rotated dims behind its 512.
+        page_size: Tokens of a page of the cache; a "page" in these files is 64 tokens.
+        latents: The cache's format.
+        rope: Whether a latent has rotated dims after its 512.
     """
 
     q_len: int
@@ -43,13 +43,13 @@ class SwapAbConfig:
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
-        """Where a copy of queries begins, and its width."""
+        """The (first column, width) of each copy of queries."""
         return ((0, RANK), (RANK, ROPE))[: 1 + self.rope]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwapAbRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+    """The refs of a CTA: operands and results, then its shared memory and barriers."""
 
     q_ref: Any
     kv_ref: Any
@@ -59,25 +59,25 @@ class SwapAbRefs:
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     made_of_ref: Any  # None: the schedule is the call's own
-    kv_scale_ref: Any  # of a cache with one scale, else None
+    kv_scale_ref: Any  # for a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
     partial_ref: Any  # None: no row is split
     lse_ref: Any
     partial_lse_ref: Any
-    pages_smem: Any  # a piece's pages, and in their place its two outputs
-    q_smem: Any  # Q; of an FP8 cache as it comes, and as the products take it
-    q_rope_smem: Any  # likewise
+    pages_smem: Any  # a piece's pages; in the epilogue, its two outputs
+    q_smem: Any  # Q; for an FP8 cache as loaded and as the products read it
+    q_rope_smem: Any  # the same for its rope columns
     score_smem: Any
     p_smem: Any
     stats_smem: Any  # float32 [4, 2, N]: rescaling or unit, maxima, sums; factors of the scores
     q_loaded: Any
     both_there: Any
-    loaded: Any  # a page
+    loaded: Any  # a page has been loaded
 
 
 class SwapAbCta:
-    """`columns` packed rows of the rows in a part."""
+    """A CTA that computes `columns` packed rows of each row in its part."""
 
     def __init__(self, cut: SwapAbConfig, refs: SwapAbRefs):
         self.cut, self.refs = cut, refs
@@ -88,11 +88,11 @@ class SwapAbCta:
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)
         self.kv_smem, sum_smem = refs.pages_smem
         both = refs.q_smem, refs.q_rope_smem
-        # Queries as they come and as the products take them.
+        # Queries as TMA loads them, and as the products read them.
         self.q_loads, self.q_operands = (
             zip(*both, strict=True) if cut.latents.quantized else (both, both)
         )
-        # At a piece's end, in the place of its rescaling and its pages: units and outputs.
+        # In the epilogue the units and outputs reuse the memory of the rescaling and the pages.
         self.tops, self.totals, self.units = (refs.stats_smem.at[i] for i in (1, 2, 0))
         self.rescale_smem, self.q_factor_smem = refs.stats_smem.at[0], refs.stats_smem.at[3, 0]
         self.shared = SwapAbExchange(

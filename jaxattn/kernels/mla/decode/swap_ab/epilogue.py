@@ -1,8 +1,10 @@
-"""The end of a piece in `mla_decode_swap_ab`: one result of two warpgroups', and where it goes.
+"""The epilogue of a piece in `mla_decode_swap_ab`: it merges two warpgroups' results and stores
+them.
 
-Each has the maxima and sums of all packed rows over the pages it took, and an output of its own.
-They show each other all of it in shared memory; then each adds up the outputs of half of the packed
-rows, and writes them: of a whole row to the output, of a part of one as a partial result.
+Each warpgroup has the maxima and sums of all packed rows over the pages it took, and an output of
+its own. The warpgroups exchange all of these through shared memory. Each then adds up the outputs
+of half of the packed rows and writes them: a whole row to the output, a piece of a row as a partial
+result.
 """
 
 import dataclasses
@@ -28,14 +30,14 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 @dataclasses.dataclass(frozen=True)
 class SwapAbExchange:
-    """What the warpgroups show each other.
+    """The shared memory through which the two warpgroups exchange their results.
 
     Attributes:
-        wg: this one, 0 or 1.
-        both_there: barrier of both.
-        tops, totals: float32 [2, N], largest log2 of each packed row's weights, and their sums
+        wg: The index of this warpgroup, 0 or 1.
+        both_there: The barrier at which both arrive.
+        tops, totals: float32 [2, N], the largest log2 of each packed row's weights, and their sums
             divided by 2**that.
-        units: float32 [2, N], what 1 stands for in each one's output; of block-scaled caches alone.
+        units: float32 [2, N], the value that 1 stands for in each output; block-scaled caches only.
         outputs: float32 [2, N, 512 and a margin].
     """
 
@@ -47,13 +49,14 @@ class SwapAbExchange:
     outputs: Any
 
     def meet(self) -> None:
-        """The two warpgroups wait for each other, and see what each has written."""
+        """Makes the two warpgroups wait for each other; each then sees what the other has
+        written."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.both_there)
         plgpu.barrier_wait(self.both_there)
 
     def reduce_stats(self, layout: Any) -> tuple[jax.Array, jax.Array]:
-        """Maximum and sum of each packed row."""
+        """Returns the maximum and sum of each packed row."""
         tops = [plgpu.load(self.tops.at[i], layout=layout) for i in range(WARPGROUPS)]
         totals = [plgpu.load(self.totals.at[i], layout=layout) for i in range(WARPGROUPS)]
         top = functools.reduce(jnp.maximum, tops)
@@ -63,14 +66,14 @@ class SwapAbExchange:
 
 @dataclasses.dataclass(frozen=True)
 class SwapAbOutputTile:
-    """Where the results of a block's packed rows go.
+    """The destinations of the results of a CTA's packed rows.
 
     Attributes:
         first_rows: `MlaDecodeOutputs.first_rows`.
-        rows: packed rows that the arrays keep of a request.
-        columns: the block's of them, a `pl.ds`.
-        out, lse: of whole rows.
-        partial, partial_lse: partial results, or None where there are none.
+        rows: Packed rows that the arrays keep per request.
+        columns: The CTA's packed rows, a `pl.ds`.
+        out, lse: The arrays of whole rows.
+        partial, partial_lse: The partial results, or None if there are none.
     """
 
     part: WorkPartition
@@ -83,7 +86,7 @@ class SwapAbOutputTile:
     partial_lse: Any
 
     def write(self, row: jax.Array, whole: jax.Array, first: jax.Array, out: jax.Array) -> None:
-        """`out` [n, 512], of the block's packed rows from `first` on."""
+        """Writes `out` [n, 512], the CTA's packed rows from `first` on."""
         at, count = self.columns.start + first, out.shape[0]
 
         @pl.when(whole)
@@ -102,8 +105,8 @@ class SwapAbOutputTile:
         self.part.write_lse(self.lse, self.partial_lse, self.columns, row, whole, lse)
 
     def write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
-        """Of a row without keys: 0, and an LSE of -inf; NaN where it is False that the schedule
-        knows its length."""
+        """Writes 0 and an LSE of -inf for a row without keys; NaN if `known` is False, that is, if
+        the schedule was made for another length."""
         count = self.columns.size
         begin = self.first_rows[0] + row * self.rows + self.columns.start
         zero = nothing_or_nan(0.0, known, self.out.dtype)
@@ -125,17 +128,18 @@ def merge(
     as_values: bool,
     interpret: bool,
 ) -> None:
-    """Writes a piece's result, by both warpgroups, which have met: their maxima and sums are there.
+    """Writes a piece's result. Both warpgroups call it after `meet`, when their maxima and sums are
+    there.
 
     Args:
-        accs: this warpgroup's output, blocks of [128, N] float32.
-        unit: what 1 stands for there; None: `shared.units`.
-        row, steps: the piece's, its pages.
-        as_values: whether the output's dims are in the order of FP8 values.
+        accs: This warpgroup's output, blocks of [128, N] float32.
+        unit: The value that 1 stands for in `accs`; None: `shared.units`.
+        row, steps: The piece's row and number of pages.
+        as_values: Whether the output's dims are in the order of FP8 values.
     """
     wg, whole = shared.wg, steps == outputs.part.pages_of(row)
-    # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that
-    # sees no key the product is 0 * V, NaN where V is.
+    # A NaN total is not 0: a NaN among a row's own keys shows in its output. For a row that sees no
+    # key the product is 0 * V, NaN where V is.
     top, total = shared.reduce_stats(BY_COLUMN)
     own = plgpu.load(shared.tops.at[wg], layout=BY_COLUMN)
     share = over_out(jnp.where(total == 0, -1.0, jnp.exp2(own - top) / total))

@@ -1,13 +1,13 @@
-"""A warpgroup's pages of a piece in `mla_decode_swap_ab`, of an FP8 cache.
+"""The mainloop of a warpgroup of `mla_decode_swap_ab` over the FP8 pages of a piece.
 
-Pages are widened on their way through registers, by mla/decode/fp8_operands.py, without their
-scales. Those of a block of a token multiply its scores, which so are a product a block, and its P,
-of which so there is one a block:
+mla/decode/fp8_operands.py widens pages in registers, without their scales. A token has one scale
+per block of 128 dims. The scale of a block multiplies the token's scores, so that there is one
+product per block, and its P, so that there is one P per block:
 
     scores^T = rope + sum_b s_b (K_b Q_b^T)          out_b^T += V_b^T (s_b P / unit)^T
 
 The unit, a power of two, is 2**-14 of the largest scale so far, or down to half of that, and the
-output is rescaled when it grows. In float16 a token's share is so kept to 2**-39 of that scale.
+output is rescaled when it grows. Float16 then keeps a token's share down to 2**-39 of that scale.
 """
 
 from collections.abc import Callable
@@ -37,15 +37,15 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.
 AHEAD = 3
-# P is float16, and this leaves it room below 1, and above, as the largest scale may be nearly
-# twice the power of two that is taken for it.
+# P is float16. This factor leaves it room below 1, and above, because the largest scale may be
+# nearly twice the power of two that stands for it.
 ROOM = 2.0**14
-# Of block scales; smaller ones share a unit, for which float16 has room.
+# The least unit of block scales; smaller scales share it, for which float16 has room.
 LEAST_UNIT = 2.0**-114
 
 
 def next_unit(unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two, at least `largest` / 2 / ROOM, and 1 / that."""
+    """Returns a power of two, at least `largest` / 2 / ROOM, and its reciprocal."""
     bits = lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
     power = lax.bitcast_convert_type(bits, jnp.float32)
     unit = jnp.maximum(unit, power * (1 / ROOM))
@@ -54,7 +54,7 @@ def next_unit(unit: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 class SwapAbFp8Mainloop(SwapAbMainloop):
-    """Pages with one scale for the cache, or with one for each block of a token."""
+    """The mainloop over pages with one scale for the cache, or with one per block of a token."""
 
     depth = DEPTH
     as_values = True
@@ -64,7 +64,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         self.fragments = MlaFp8Operands(self.refs.kv_ref.dtype)
         self.scaled = self.cut.latents.block_scaled
         self.versions = self.refs.p_smem.shape[1]
-        # Many columns leave room for a block's 32 registers, and not for the next one's.
+        # Many columns leave room for a block's 32 registers, but not for the next block's too.
         self.lag = 0 if self.scaled and self.cut.columns > 16 else 1
         self.blocks_ahead = AHEAD if self.cut.columns <= 16 else 0
 
@@ -92,13 +92,13 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         for j, source in enumerate(self.part.sources(numbers, page)):
             some = pl.ds(j * tokens, tokens)
             if self.scaled:
-                # One piece of memory. In boxes of 128 bytes, of which most of a token's 656 lie
-                # across two lines, TMA would read twice as often.
+                # The page is copied as one piece of memory. In boxes of 128 bytes TMA would read
+                # twice as often: a token has 656 bytes, so most boxes lie across two lines.
                 to = kv.at[self.wg, slot, some]
                 plgpu.copy_gmem_to_smem(source, to, there, oob_mode=plgpu.OOBFillMode.UNDEFINED)
                 continue
             for block in range(TILES):
-                # The 64 rope numbers come with the 64 before them.
+                # The 64 rope numbers come together with the 64 numbers before them.
                 first = block * BLOCK if block < BLOCKS else RANK + ROPE - BLOCK
                 to = kv.at[self.wg, slot, block, some]
                 plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, BLOCK)], to, there)
@@ -135,11 +135,11 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         return self.fragments.values(self._here(slot), block)
 
     def _clear_tail(self, left: jax.Array) -> None:
-        """It is, since before the scores: keys are in registers."""
+        """Does nothing: the tail was cleared before the scores, since keys are in registers."""
 
     def _scores_of(self, slot: jax.Array, left: jax.Array) -> jax.Array:
-        """scores^T [64 tokens, N], their scales apart from `of_rows`."""
-        # Before the scores are exchanged, and so before the tail is a value.
+        """Returns scores^T [64 tokens, N] with their scales, except the factor `of_rows`."""
+        # The tail is cleared before the scores are exchanged, and so before it is read as values.
         pl.when(left < PAGE)(lambda: self.fragments.clear(self._here(slot), left))
         if self.scaled:
             self.fragments.turn_scales(self._here(slot), self.refs.score_smem.at[self.wg])
@@ -149,7 +149,8 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         )
 
     def _products(self, refs: Any, slot: jax.Array) -> jax.Array:
-        """With scales the rope's product and each block's have a `ref` each."""
+        """Computes the products. With scales, the rope's product and each block's have one `ref`
+        each."""
         page, fragments, scaled = self._here(slot), self.fragments, self.scaled
         q, q_rope = self.block.q_operands
         zero = unknown_zero()
@@ -173,7 +174,8 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         return add(BLOCKS, 0) if scaled else refs[0][...]
 
     def _scales(self, slot: jax.Array, unit: jax.Array, left: jax.Array) -> Any:
-        """Of each block the scales of the scores' tokens, and the largest for each row."""
+        """Returns, for each block, the scales of the scores' tokens, and the largest scale for each
+        row."""
         del left
         tokens = iota(self.cut.columns, 1)
         scores = self.refs.score_smem.at[self.wg]
@@ -183,10 +185,10 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         self, accs: Accumulators, p: jax.Array, rescale: jax.Array,
         scales: list[jax.Array] | None, begun: list[jax.Array], slot: jax.Array, left: jax.Array,
     ) -> Accumulators:  # fmt: skip
-        """The output so far rescaled, and P V added; with `scales`, each block has a P of its own.
+        """Returns the rescaled output plus P V; with `scales`, each block has its own P.
 
         Args:
-            begun: values of the first blocks.
+            begun: Values of the first blocks, which are already widened.
         """
         del left
 
@@ -210,8 +212,8 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         scales: list[jax.Array] | None, zero_of: Callable[[], Any],
         begin: Callable[[Accumulators], None], add: Callable[[int, Any], None],
     ) -> None:  # fmt: skip
-        """`begin(output, rescaled)`, then `add(block, its P turned round)` of each: P goes through
-        shared memory, as many blocks' at a time as there is room for."""
+        """Calls `begin(output, rescaled)`, then `add(block, its transposed P)` for each block. P
+        goes through shared memory, as many blocks at a time as there is room for."""
         self.block.rescale_smem[self.wg] = rescale
         zero = zero_of()
         for start in range(0, BLOCKS if scales else 1, self.versions):

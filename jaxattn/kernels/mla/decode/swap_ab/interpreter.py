@@ -1,6 +1,6 @@
-"""Stand-ins of the interpreter for wgmma and mla/decode/fp8_operands.py; they sum in other order.
+"""Stand-ins for wgmma and mla/decode/fp8_operands.py in the interpreter; they sum in another order.
 
-JAX 0.11.2's interpreter knows no operands in registers and no stores to an accumulator.
+The interpreter of JAX 0.11.2 supports neither register operands nor stores to an accumulator.
 """
 
 from typing import Any
@@ -18,17 +18,17 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE,
 
 
 def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [..., 576] as the products take them, and what their scores are to be multiplied by.
+    """Returns queries [..., 576] in the products' dtypes, and the factors of their scores.
 
     Args:
         q: bfloat16, in any order of the 512 and of the 64 columns.
-        scaled: whether the cache is block-scaled, its rope numbers bfloat16.
+        scaled: Whether the cache is block-scaled, with bfloat16 rope numbers.
 
     Returns:
-        float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. A row is
-        divided by a power of two, after which its largest number of the 512 is 2**8 or more and
-        less than 2**9, or that of the 64 is 2**14 or more and less than 2**15; rows of numbers next
-        to float32's smallest or largest are divided less.
+        float16 [..., 512]; float16 or, if `scaled`, bfloat16 [..., 64]; float32 [...]. Each row is
+        divided by a power of two. Then its largest number of the 512 is 2**8 or more and less than
+        2**9, or that of the 64 is 2**14 or more and less than 2**15. Rows of numbers next to
+        float32's smallest or largest are divided by less.
     """
     wide = q.astype(jnp.float32)
 
@@ -48,8 +48,8 @@ def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.
 
 
 def plain_numbers(page: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A page's numbers without scales, float32 [4, 64, 128], and rope [64, 64]: of tiles [5, 64,
-    128], or of tokens as a block-scaled cache has them."""
+    """Returns a page's numbers without scales, float32 [4, 64, 128], and rope [64, 64]. The page
+    has tiles [5, 64, 128], or tokens as in a block-scaled cache."""
     if page.dtype == BYTES:
         numbers = lax.bitcast_convert_type(page[:, :RANK], FP8)
         numbers = numbers.reshape(PAGE, BLOCKS, BLOCK).transpose(1, 0, 2)
@@ -61,13 +61,13 @@ def plain_numbers(page: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def plain_scales(page: jax.Array) -> jax.Array:
-    """float32 [64, 4] of a block-scaled page."""
+    """Returns the scales float32 [64, 4] of a block-scaled page."""
     scales = page[:, RANK : RANK + SCALE_BYTES].reshape(PAGE, BLOCKS, 4)
     return lax.bitcast_convert_type(scales, jnp.float32)
 
 
 def plain_scores(page: jax.Array, queries: jax.Array, of_rope: jax.Array) -> jax.Array:
-    """float32 [64, N] of a page, and `half_queries`."""
+    """Returns the scores float32 [64, N] of a page and `half_queries`."""
     numbers, rope = plain_numbers(page)
     blocks = queries.astype(jnp.float32).reshape(-1, BLOCKS, BLOCK)
     products = jnp.einsum("btd,nbd->btn", numbers, blocks)
@@ -98,7 +98,7 @@ class InterpretedSwapAbFp8Mainloop(SwapAbFp8Mainloop):
         self.of_rows = over_keys(of_rows * self.block.factor)
 
     def _values(self, slot: jax.Array, block: int) -> Any:
-        """None is begun while the scores are exchanged."""
+        """No block is widened while the scores are exchanged."""
 
     def _scores_of(self, slot: jax.Array, left: jax.Array) -> jax.Array:
         del left

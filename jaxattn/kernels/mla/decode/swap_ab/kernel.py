@@ -1,17 +1,16 @@
 """The body of `mla_decode_swap_ab`: two warpgroups that take a row's pages in turns.
 
-Heads are the columns of both products, so that a few of them cost a few columns:
+Heads are the columns (N) of both products, so that the cost of few heads is that of few columns:
 
     scores^T [64 tokens, N] = K Q^T          K [64, 576] in shared memory
     out^T    [512, N]      += V^T P^T        V the same 64 tokens, seen transposed
 
-The softmax runs over the scores turned round through shared memory, so that a head's lie in half a
-warp; P goes back the same way. Each warpgroup has maxima, sums and an output of its own, and at
-the end of a row's piece epilogue.py makes one result of the two.
+The softmax reads the scores transposed through shared memory, so that half a warp holds the scores
+of a head; P returns the same way. Each warpgroup has maxima, sums and an output of its own, and
+epilogue.py merges them at the end of a row's piece.
 
-Pages come by TMA as they are stored. How they meet the queries is one class for each way to store
-them: mainloop.py of 16-bit caches, fp8_mainloop.py of FP8 ones. What the interpreter does in
-their place is in interpreter.py.
+TMA loads pages as they are stored. One class per storage format multiplies them: mainloop.py for
+16-bit caches, fp8_mainloop.py for FP8 caches, and interpreter.py for the interpreter.
 """
 
 from typing import Any
@@ -41,7 +40,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS
 
 
 class SwapAbKernel(SwapAbCta):
-    """The two warpgroups of a block."""
+    """The two warpgroups of a CTA."""
 
     def run(self) -> None:
         self._load_first(*self.part.first_piece())
@@ -58,9 +57,9 @@ class SwapAbKernel(SwapAbCta):
     def _piece(
         self, place: SchedulePosition, start: jax.Array, steps: jax.Array, begun: jax.Array
     ) -> Any:
-        """Scores and values of its pages, the two warpgroups' in turns, and one result of both.
-        Rows without tokens are written beside the first piece's copies: to read their lengths at a
-        block's end would make it longer."""
+        """Computes a piece: the two warpgroups take its pages in turns, then merge their results.
+        Rows without tokens are written while the first piece's copies run, because reading their
+        lengths at the end would make the CTA longer."""
         row = place.row
         refs, scaled = self.refs, self.cut.latents.block_scaled
         pl.when(place.number != self.part.begin[0])(lambda: self._load_first(place, start, steps))
@@ -81,16 +80,17 @@ class SwapAbKernel(SwapAbCta):
         return jnp.bool_(True)
 
     def _mine(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> SwapAbWorkTile:
-        """What this warpgroup takes of a piece."""
+        """The pages of a piece that this warpgroup takes."""
         taken = lax.div(steps + 1 - self.wg, WARPGROUPS)
         return SwapAbWorkTile(place.row, start + self.wg, start + steps, taken)
 
     def _load_first(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> None:
-        """A piece's queries and first pages. Those of a part's first piece come before all else:
-        what is worked out once for all pages is so while they are on the way."""
+        """Starts the copies of a piece's queries and first pages. Those of a part's first piece
+        come before everything else, so that what is computed once for all pages overlaps with them.
+        """
         pages = self._pages(self._mine(place, start, steps))
         numbers = pages.first_numbers()
-        issue_loads(interpret=self.cut.interpret)  # beside the row's length
+        issue_loads(interpret=self.cut.interpret)  # together with the row's length
         pl.when(steps > 0)(lambda: self._load_queries(place.row))
         pages.load_first(numbers)
 
@@ -109,7 +109,7 @@ class SwapAbKernel(SwapAbCta):
                 plgpu.copy_gmem_to_smem(some, target.at[0], self.refs.q_loaded)
 
     def _seen(self, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tokens of the row, and how many of them each score's packed row sees."""
+        """Returns the tokens of the row, and how many of them the packed row of each score sees."""
         cut, refs = self.cut, self.refs
         length = refs.lens_ref[row]
         queries = None if refs.query_lens_ref is None else refs.query_lens_ref[row]
@@ -120,7 +120,7 @@ class SwapAbKernel(SwapAbCta):
         return length, visible
 
     def _empty(self) -> tuple[Any, ...]:
-        """Maxima, sums, unit and output before the first page."""
+        """The maxima, sums, unit and output before the first page."""
         columns = self.cut.columns
         nothing = jnp.zeros((BLOCK, columns), jnp.float32)
         nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)

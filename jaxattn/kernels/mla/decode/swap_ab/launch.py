@@ -1,12 +1,13 @@
-"""MLA decode for few query rows, and for FP8 caches: heads are the columns of the products.
+"""MLA decode for few query rows and for FP8 caches: heads are the columns of the products (swap
+AB).
 
-`mla_decode` pads S * H packed rows to tiles of 64; here a block takes as many as there are, up to
-32, and where there are more another block reads the pages again. Two warpgroups take a row's pages
-in turns, in kernel.py, as attention/work_partition.py deals them out, and widen FP8 pages by
-mla/decode/fp8_operands.py. Schedule, output and the merging of cut rows are those of `mla_decode`.
+`mla_decode` pads S * H packed rows to tiles of 64. Here a CTA takes the packed rows as they are, up
+to 32; where there are more, another CTA reads the pages again. In kernel.py two warpgroups take in
+turns the pages that attention/work_partition.py assigns to the CTA. mla/decode/fp8_operands.py
+widens FP8 pages. The schedule, the output and the split-KV combine are those of `mla_decode`.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries
-and cache of bfloat16 or float16; or, of P 64, bfloat16 queries and a float8_e4m3fn or uint8
+and cache of bfloat16 or float16; or, with P 64, bfloat16 queries and a float8_e4m3fn or uint8
 (block-scaled) cache.
 Reference: `jaxattn.mla.mla_decode` (implementation="xla"); tests:
 tests/kernels/mla/decode/test_swap_ab.py.
@@ -29,19 +30,19 @@ from jaxattn.kernels.mla.decode.swap_ab.kernel import SwapAbKernel
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
 from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
-# The output's 512 * 32 float32 numbers are 128 registers of each of a warpgroup's threads.
+# The 512 * 32 float32 numbers of the output take 128 registers of each thread of a warpgroup.
 MOST_COLUMNS = 32
 
 
 def block_columns(q_len: int, num_heads: int) -> tuple[int, int]:
-    """(packed rows of a block, a multiple of 8; blocks that share a request's rows)."""
+    """Returns (packed rows of a CTA, a multiple of 8; CTAs that share a request's rows)."""
     rows = q_len * num_heads
     blocks = -(-rows // MOST_COLUMNS)
     return -(-rows // (8 * blocks)) * 8, blocks
 
 
 def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
-    """Raises `Refusal`, with the reason, where this kernel cannot run."""
+    """Raises `Refusal`, with the reason, if this kernel cannot run."""
     rank, rope = kv_lora_rank, q.shape[-1] - kv_lora_rank
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
     if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
@@ -65,7 +66,7 @@ def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
 def mla_decode_swap_ab(
     call: MlaDecodeCall, *, interpret: bool, detect_races: bool
 ) -> tuple[Any, ...]:
-    """`mla_decode_mosaic` of a call that `refuse_swap_ab` accepts: its queries are in one array,
+    """`mla_decode_mosaic` for a call that `refuse_swap_ab` accepts: its queries are in one array,
     and it has layers and a schedule."""
     assert not isinstance(call.q, tuple)
     batch, q_len, num_heads = call.shape
@@ -86,7 +87,7 @@ def mla_decode_swap_ab(
     written = launch(
         lambda **refs: SwapAbKernel(cut, SwapAbRefs(**refs)).run(),
         name="mla_decode_columns",
-        # The last axis runs fastest: the blocks of a row read the same pages while in L2.
+        # The last axis runs fastest: the CTAs of a row read the same pages while they are in L2.
         grid={"part": results.parts, "tile": blocks},
         inputs={"q_ref": packed, **inputs, **results.inputs},
         outputs=results.outputs,
@@ -97,8 +98,9 @@ def mla_decode_swap_ab(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             reduction_scratch_bytes=0,  # reductions stay inside a warp
-            unsafe_no_auto_barriers=True,  # the body says where warps wait for each other
-            # The body names its layouts; those of padded shared memory are not found by inference.
+            unsafe_no_auto_barriers=True,  # the body synchronizes warps itself
+            # The body names its layouts; layout inference does not find those of padded shared
+            # memory.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,

@@ -1,7 +1,7 @@
-"""A warpgroup's pages of a piece in `mla_decode_swap_ab`, of a 16-bit cache.
+"""The mainloop of a warpgroup of `mla_decode_swap_ab` over the 16-bit pages of a piece.
 
-K and V are read by wgmma where they lie. `SwapAbMainloop` is also what the other ways to store a
-cache build on: the softmax between the two products is the same for all.
+wgmma reads K and V where TMA puts them. `SwapAbMainloop` is also the base class for the other
+storage formats: the softmax between the two products is the same for all.
 """
 
 import functools
@@ -28,7 +28,7 @@ type Accumulators = tuple[jax.Array, ...]
 
 
 def over_keys(vector: jax.Array) -> jax.Array:
-    """Of each packed row, for its scores."""
+    """Broadcasts a number of each packed row over its scores."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, (*vector.shape, PAGE), [0]), SCORES)
 
 
@@ -41,20 +41,21 @@ def product(ref: Any, of_keys: Any, of_queries: Any) -> None:
 
 
 class SwapAbWorkTile(NamedTuple):
-    """A row, or what of it lies in the part, as one of its warpgroups has it."""
+    """The share of a piece that one warpgroup takes. A piece is a row, or its portion in this
+    part."""
 
     row: jax.Array
-    first: jax.Array  # page
-    stop: jax.Array  # the page behind the piece
-    taken: jax.Array  # pages, every other one from the first
+    first: jax.Array  # first page of the warpgroup
+    stop: jax.Array  # end of the piece's pages (exclusive)
+    taken: jax.Array  # number of pages, every other one from the first
 
 
 class SwapAbMainloop:
-    """The pages that a warpgroup takes of a piece.
+    """The mainloop over the pages that a warpgroup takes of a piece.
 
     Attributes:
-        depth: pages in shared memory.
-        as_values: whether the output's dims are in the order of FP8 values.
+        depth: Pages in shared memory.
+        as_values: Whether the output's dims are in the order of FP8 values.
     """
 
     depth = 1
@@ -67,8 +68,8 @@ class SwapAbMainloop:
         self.tokens = min(block.cut.page_size, PAGE)  # of a copy
 
     def first_numbers(self) -> list[list[jax.Array]]:
-        """Where in the cache the first pages are, as many as have a place. They do not wait for the
-        row's length: past its pages there may be any number."""
+        """The page numbers in the cache of the first `depth` pages. They do not wait for the row's
+        length: past the row's pages they may be any number."""
         first, most = self.piece.first, jnp.int32(self.part.max_pages)
         pages = [first + WARPGROUPS * k for k in range(self.depth)]
         return [self.part.numbers(self.piece.row, page, most) for page in pages]
@@ -80,23 +81,23 @@ class SwapAbMainloop:
         self.length, self.visible = length, visible
 
     def take_queries(self) -> None:
-        """The queries are there: what their scores are to be multiplied by."""
+        """Called when the queries are loaded: sets the factors of their scores."""
         self.of_rows: Any = self.block.factor
 
     @property
     def unit_of_all(self) -> Any:
-        """What 1 stands for in the output."""
+        """The value that 1 stands for in the output."""
         return 1.0
 
     def each(self, empty: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Maxima, sums, unit and output of all pages."""
+        """Returns the maxima, sums, unit and output over all pages."""
         piece = self.piece
         ahead = piece.first + WARPGROUPS * self.depth
         following = self.part.numbers(piece.row, ahead, piece.stop)
         return lax.fori_loop(0, piece.taken, self._page, (*empty, following))[:4]
 
     def _page(self, i: jax.Array, carry: Any) -> Any:
-        """The i-th page; `numbers` say where in the cache the one after it is."""
+        """Processes the i-th page; `numbers` are the page numbers of the warpgroup's next one."""
         top, total, unit, accs, numbers = carry
         piece, slot = self.piece, self._slot(numbers)
         run = functools.partial(self._scores, slot=slot)
@@ -110,21 +111,21 @@ class SwapAbMainloop:
         return top, total, unit, accs, following
 
     def _slot(self, numbers: list[jax.Array]) -> jax.Array:
-        """Were the slot known to stay the same, the compiler would keep 68 descriptors of its tiles
-        in registers."""
-        # 0, as numbers of pages and lengths have no sign.
+        """The warpgroup's page in shared memory, as an index that the compiler does not know to be
+        constant. It would otherwise keep 68 descriptors of the page's tiles in registers."""
+        # This is 0, because page numbers and lengths are not negative.
         zero = lax.shift_right_logical(numbers[0], 31)
         return jnp.minimum(self.wg + zero, WARPGROUPS - 1)
 
     def _load(self, numbers: list[jax.Array], page: jax.Array) -> None:
-        """All columns by one copy, which reads memory in its order: rope columns by a copy of their
-        own took 1% longer."""
+        """Copies all columns by one copy, which reads memory in its order: a separate copy of the
+        rope columns took 1% longer."""
         for j, source in enumerate(self.part.sources(numbers, page)):
             to = self.block.kv_smem.at[self.wg, pl.ds(j * self.tokens, self.tokens)]
             plgpu.copy_gmem_to_smem(source, to, self.refs.loaded.at[self.wg])
 
     def _scores(self, ref: Any, *, slot: jax.Array) -> jax.Array:
-        """scores^T [64 tokens, N] of the page, once it is there."""
+        """Returns scores^T [64 tokens, N] of the page, after waiting for it."""
         q, q_rope = self.block.q_operands
         plgpu.barrier_wait(self.refs.loaded.at[self.wg])
         page = self.block.kv_smem.at[slot]
@@ -137,7 +138,8 @@ class SwapAbMainloop:
         self, i: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array,
         meanwhile: Callable[[], Any] = lambda: None,
     ) -> Any:  # fmt: skip
-        """Maxima and sums, page i's P and rescaling, and what was done meanwhile."""
+        """Returns the new maxima and sums, page i's P and rescaling, and the result of
+        `meanwhile`."""
         page = self.piece.first + WARPGROUPS * i
         here = self.refs.score_smem.at[self.wg, :, pl.ds(0, PAGE)]
         store_transposed(here, scores, interpret=self.cut.interpret)
@@ -154,8 +156,8 @@ class SwapAbMainloop:
         return new_top, total * over_keys(rescale) + p, p, rescale, done
 
     def _clear_tail(self, left: jax.Array) -> None:
-        """What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes 0
-        before it is used as a value. As keys it has been read."""
+        """Zeroes the tokens past the end of the sequence before they are read as values: they may
+        be NaN, and 0 * NaN is NaN. The products have already read them as keys."""
 
         @pl.when(left < PAGE)
         def _():
@@ -170,7 +172,7 @@ class SwapAbMainloop:
     def _add_values(
         self, accs: Accumulators, p: jax.Array, rescale: jax.Array, slot: jax.Array
     ) -> Accumulators:
-        """The output so far rescaled, and P V added: of each block on its own."""
+        """Returns the rescaled output plus P V, block by block."""
 
         def run(*refs: Any) -> Accumulators:
             now = self._share_p(accs, p, rescale)
@@ -184,7 +186,7 @@ class SwapAbMainloop:
         return self._with_accumulators(run)
 
     def _share_p(self, accs: Accumulators, p: jax.Array, rescale: jax.Array) -> Accumulators:
-        """P for the products, and the output rescaled."""
+        """Stores P for the products, and returns the rescaled output."""
         self.refs.p_smem[self.wg, 0] = p.astype(self.cut.dtype)
         self.block.rescale_smem[self.wg] = rescale
         plgpu.commit_smem()

@@ -14,31 +14,31 @@ from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.mla.decode.fp8_operands import ROW_BYTES
 from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SWIZZLED
 
-WARPGROUPS = 2  # which take a piece's pages in turns
-# Of a page with one scale, of 128 bytes of its tokens: the blocks, then the rope numbers.
+WARPGROUPS = 2  # they take a piece's pages in turns
+# Tiles of a page with one scale, 128 bytes of each token: the blocks, then the rope numbers.
 TILES = 1 + BLOCKS
 DEPTH = 2  # FP8 pages of a warpgroup in shared memory
 
 
-# Registers of outputs [n, 512], four numbers a thread: a warp has 128 columns of an output's row.
+# Register layout of outputs [n, 512], four numbers per thread: a warp has 128 columns of a row.
 OUTPUTS = tiled(((4, 128), (4,)), -3, -2)
 
 
 def over_out(vector: jax.Array) -> jax.Array:
-    """Of each packed row, for a block of its output [128, N]."""
+    """Broadcasts a number of each packed row over a block of its output [128, N]."""
     wide = lax.broadcast_in_dim(vector, (BLOCK, *vector.shape), [1])
     return plgpu.layout_cast(wide, plgpu.Layout.WGMMA)
 
 
 def fp8_pages(cache_dtype: Any) -> Any:
-    """The pages in tiles, or block-scaled ones as they are."""
+    """The scratch type of FP8 pages: in tiles, or block-scaled pages as they are stored."""
     if cache_dtype == BYTES:
         return plgpu.SMEM((WARPGROUPS, DEPTH, PAGE, ROW_BYTES), BYTES)
     return plgpu.SMEM((WARPGROUPS, DEPTH, TILES, PAGE, BLOCK), cache_dtype, transforms=SWIZZLED)
 
 
 def p_versions(columns: int, cache_dtype: Any) -> int:
-    """How many blocks' P, times its scales, shared memory has room for at a time."""
+    """The number of blocks whose scaled P fits in shared memory at a time."""
     if cache_dtype != BYTES:
         return 1
     return {24: 2, 32: 1}.get(columns, BLOCKS)
@@ -64,8 +64,8 @@ def scratch_types(
     versions = p_versions(columns, cache_dtype)
 
     def queries(width: int, of_products: Any) -> Any:
-        """Q or its rope columns, as they come and, of an FP8 cache, as the products take them: in
-        the same bytes, which are converted where they lie."""
+        """Q or its rope columns, as TMA loads them and, for an FP8 cache, as the products read
+        them: in the same bytes, which are converted in place."""
         both = [plgpu.SMEM((1, columns, width), x, transforms=tiles) for x in (dtype, of_products)]
         return plgpu.RefUnion(*both) if quantized else both[0]
 
@@ -73,7 +73,7 @@ def scratch_types(
         "pages_smem": plgpu.RefUnion(pages, outputs),
         "q_smem": queries(RANK, half),
         "q_rope_smem": queries(ROPE, rope) if with_rope else None,
-        # The first row's margin also has each warp's largest scale of a block-scaled page.
+        # The first row's margin also holds each warp's largest scale of a block-scaled page.
         "score_smem": plgpu.SMEM((WARPGROUPS, columns, PAGE + MARGIN), jnp.float32),
         "p_smem": plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),
         "stats_smem": plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),

@@ -16,7 +16,7 @@ def tile_iota(dimension: int) -> jax.Array:
 
 
 class CausalMask:
-    """Of the pages of a row's piece, which begins at page `start` of the row."""
+    """The mask of the pages of a row's piece, which begins at page `start` of the row."""
 
     def __init__(self, block: MlaDecodeCta, row: jax.Array, start: jax.Array, length: jax.Array):
         cut, refs = block.cut, block.refs
@@ -29,11 +29,12 @@ class CausalMask:
         )  # fmt: skip
 
     def of_page(self, i: jax.Array) -> Any:
-        """What is read of the piece's page i before its scores are begun."""
+        """The mask data of the piece's page i, which is read before the page's scores are
+        issued."""
         return i
 
     def told(self, page: Any) -> Any:
-        """What that says, once the scores are there."""
+        """The mask data after the scores are done."""
         return page
 
     def all_seen(self, i: Any) -> jax.Array:

@@ -1,9 +1,9 @@
-"""A tile of an FP8 page as bfloat16, from shared memory to shared memory.
+"""Dequantization of a tile of an FP8 page to bfloat16, from shared memory to shared memory.
 
-A tile is 128 bytes of each of 64 tokens, chunks of 16 bytes swizzled: chunk c of token i is at
-c ^ (i % 8). What wgmma reads is tiles of 8 tokens and 64 numbers, swizzled likewise. Of eight
-lanes, which are served at a time, each has another of eight neighbouring tokens and the same chunk:
-they read and write 8 different banks of 16 bytes. A warp has 16 tokens.
+A tile is 128 bytes of each of 64 tokens, in swizzled chunks of 16 bytes: chunk c of token i is at
+c ^ (i % 8). The tiles that wgmma reads have 8 tokens and 64 numbers, swizzled in the same way. The
+hardware serves eight lanes at a time, which have eight neighboring tokens and the same chunk. They
+therefore read and write 8 different groups of banks, 16 bytes each. A warp has 16 tokens.
 """
 
 from typing import Any
@@ -34,24 +34,25 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import QUARTER, ROPE, SCAL
 
 CHUNK = 16  # bytes
 LINE = 128  # bytes of a token in a tile, stored or widened
-TILE = 8 * LINE  # bytes, of 8 tokens widened
+TILE = 8 * LINE  # bytes of 8 widened tokens
 
 
 def dequantize_tile(
     stored: Any, scales: Any, target: Any, left: jax.Array, block: jax.Array | int, *,
     interpret: bool,
 ) -> None:  # fmt: skip
-    """A tile as bfloat16. The warpgroup's warps have to meet before another one reads it.
+    """Writes a tile as bfloat16. The warpgroup's warps must synchronize before another warp reads
+    it.
 
     Args:
-        stored: e4m3 numbers [64, 128]; or of a block-scaled cache bytes, e4m3 numbers for a target
-            of 128 columns and bfloat16 ones [64, 64] for one of 64.
-        scales: of a block-scaled cache bytes [64, 16], of each token the scales of its four blocks.
-            Else None.
+        stored: e4m3 numbers [64, 128]. For a block-scaled cache, bytes: e4m3 numbers for a target
+            of 128 columns, and bfloat16 numbers [64, 64] for one of 64.
+        scales: For a block-scaled cache bytes [64, 16], the scales of the four blocks of each
+            token. Otherwise None.
         target: bfloat16 [64, 128], or [64, 64] for the last 64 columns.
-        left: tokens of the row; zeros take the place of those behind them, but in 64 bfloat16
-            columns, which as keys may be anything.
-        block: of the scales, 0 to 3.
+        left: Tokens of the row that remain. Later tokens become zeros, except in 64 bfloat16
+            columns, which are only keys and may be anything.
+        block: The block of the scales, 0 to 3.
     """
     columns = target.shape[-1]
     as_it_is = stored.dtype == BYTES and columns == ROPE
@@ -90,8 +91,9 @@ def _interpreted_scales(scales: Any, block: Any) -> Any:
 
 
 def _copied(stored: Any, target: Any) -> None:
-    """Rope numbers, which as keys alone may be anything behind a row's end. A warp reads its own 16
-    tokens, as in `_widen`: it may be the one that copied them, and has waited for no other."""
+    """Copies rope numbers, which are only keys and may be anything past a row's end. A warp reads
+    its own 16 tokens, as in `_widen`: it may have copied them itself, and has waited for no other
+    warp."""
     thread, of_warp, step = WarpgroupThread(), PAGE // 4 * LINE, 32 * CHUNK
     lane = arith.andi(thread.index, word(31))
     at = plus(times(thread.warp, of_warp), times(lane, CHUNK))
@@ -102,18 +104,20 @@ def _copied(stored: Any, target: Any) -> None:
 def _widen(
     stored: Any, target: Any, left: Any, columns: int, of_block: tuple[Any, Any] | None = None
 ) -> None:
-    """`of_block`: scales, and in bytes where a token's of the block is among its own."""
+    """Widens e4m3 numbers. `of_block`: the scales, and the byte offset of the block's scale within
+    a token's scales."""
     thread = WarpgroupThread()
-    # Of its 32 lanes: eight tokens, and four chunks or, of the other half, their neighbours.
+    # A lane has one of eight tokens and one of four chunks; of the other 64 bytes, the chunk four
+    # further on.
     token, chunk = (
         arith.andi(thread.index, word(7)),
         arith.andi(arith.shrui(thread.index, word(3)), word(3)),
     )
-    eights = times(thread.warp, 2)  # the warp's first eight tokens
+    eights = times(thread.warp, 2)  # the index of the warp's first eight tokens
     tiles = columns // ROPE
     line = times(token, LINE)
     read_at = plus(times(eights, TILE), line)
-    # Chunks 4 to 7 lie where the first four do, but for one bit.
+    # Chunks 4 to 7 lie where the first four do, except for one bit.
     first_chunk = times(arith.xori(chunk, token), CHUNK)
     second_chunk = arith.xori(first_chunk, word(4 * CHUNK))
     chunks = (first_chunk, second_chunk)[2 - tiles :]
@@ -136,7 +140,7 @@ def _widen(
 
     words = read(0)
     for unit, (eight, tile) in enumerate(units):
-        # The compiler moves no load before a store: the next one is here.
+        # The compiler moves no load before a store, so the next load is issued here.
         following = read(unit + 1) if unit + 1 < len(units) else []
         wide = [half for four in words for half in _wide(four, of_eights[eight])]
         for i, at in enumerate(halves):
@@ -153,13 +157,14 @@ def _widen(
 
 
 def _twice(scale: Any) -> Any:
-    """A float32 number as two bfloat16 ones; of a power of two no bit is lost."""
+    """Returns a float32 number as two bfloat16 ones; a power of two loses no bit."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $1;"
     return asm(code, [i32()], [scale], "=r,f", movable=True)[0]
 
 
 def _wide(four: Any, scale: Any = None) -> list[Any]:
-    """Four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair of it."""
+    """Returns four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair from
+    `_twice`."""
     scaled = "" if scale is None else "mul.rn.bf16x2 $0, $0, $3; mul.rn.bf16x2 $1, $1, $3; "
     code = (
         "{ .reg .b16 x<2>, h<4>; .reg .b32 w<2>; .reg .f32 f<4>; mov.b32 {x0, x1}, $2; "

@@ -1,18 +1,18 @@
-"""The loads of FP8 pages in `mla_decode`, in warpgroups 1 and 2.
+"""The loads of FP8 pages in `mla_decode`, by warpgroups 1 and 2.
 
-A page comes by TMA as it is stored, to places of its own, and each warpgroup widens what it will
-multiply, once, to where the products read it. Both products then are those of a bfloat16 cache.
-What is widened is exact: of a cache with one scale the numbers without it, of a block-scaled one
-the numbers times their scale, a power of two. There is room for two widened pages and one as it is
-stored,
+TMA copies a page as it is stored to separate buffers. Each warpgroup then widens the columns that
+it will multiply, once, to where the products read them. Both products are then those of a bfloat16
+cache. Widening is exact: for a cache with one scale it gives the numbers without the scale, for a
+block-scaled cache the numbers times their scale, a power of two. Shared memory has room for two
+widened pages and one stored page:
 
     page i        multiplied by P; then page i + 2 is widened into its place, quarter by quarter
     page i + 1    multiplied by the queries meanwhile
     page i + 2    as it is stored; a quarter that was widened makes room for page i + 3's
 
-so that P K is not held back: what is widened behind it has the time of Q K^T and the softmax of
-page i + 1. Rope columns have three places, and are widened beside P K. Q K^T takes the quarters in
-the order in which they are widened, and waits for each.
+P K is thus not held back: the widening after it overlaps with Q K^T and the softmax of page i + 1.
+Rope columns have three places, and are widened during P K. Q K^T takes the quarters in the order in
+which they are widened, and waits for each.
 """
 
 from typing import Any
@@ -39,7 +39,8 @@ AHEAD = 2  # widened pages
 
 
 class Fp8PageLoader(PageLoader):
-    """`pages`: the one that is stored in shared memory, and the one after it."""
+    """The loader of FP8 pages. `pages`: the page that shared memory holds as stored, and the one
+    after it."""
 
     def __init__(self, block: MlaDecodeCta):
         super().__init__(block)
@@ -67,10 +68,10 @@ class Fp8PageLoader(PageLoader):
         self._store(tile, following)
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
-        """They have been."""
+        """Does nothing: `meanwhile` has refilled the rope columns."""
 
     def meanwhile(self, pages: Any, now: jax.Array) -> None:
-        """The next page's rope columns, to where P of the page before this one was."""
+        """Widens the next page's rope columns, to where P of the page before this one was."""
         self._next_rope(pages, now + AHEAD)
 
     def wait_for_warps(self) -> None:
@@ -85,10 +86,10 @@ class Fp8PageLoader(PageLoader):
         self._store_rope(following)
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
-        """It was, as the page was widened."""
+        """Does nothing: the tail was cleared when the page was widened."""
 
     def _found(self, at: Any) -> Any:
-        """And the row's tokens from the page on."""
+        """As `PageLoader._found`, and the row's tokens from the page on."""
         place, page, stop = at
         length = self.part.lens_ref[self.part.some_row(place.row)]
         return at, (self.part.numbers(place.row, page, stop), length - page * PAGE)
@@ -96,8 +97,8 @@ class Fp8PageLoader(PageLoader):
     def _widen(
         self, tile: Any, page: Any, target: Any, done: Any, quarter: int | None = None
     ) -> None:
-        """A tile of the page, a quarter of the half or the rope columns, without what follows the
-        row's end; its place may be stored to."""
+        """Widens a tile of the page, a quarter of the half or the rope columns, and zeroes what
+        follows the row's end. The tile's stored bytes may then be overwritten."""
         stored, left = self.raw.at[tile], page[2][1]
         self._wait_for_raw(tile, quarter)
         scales = None
@@ -115,7 +116,8 @@ class Fp8PageLoader(PageLoader):
         self._copy(tile, page, tile * QUARTER)
 
     def _store_rope(self, page: Any) -> None:
-        """The rope numbers: 128 bytes, or in e4m3 half as many, and the 64 before them."""
+        """Copies the rope numbers: 128 bytes, or in e4m3 half as many and the 64 numbers before
+        them."""
         last = self.part.kv_ref.shape[-1] - QUARTER
         pl.when(self.is_right)(lambda: self._copy(RAW - 1, page, last))
 

@@ -1,4 +1,4 @@
-"""The body of `mla_decode`: what its three warpgroups do, page by page.
+"""The body of `mla_decode`: the roles of its three warpgroups, page by page.
 
     0    scores = Q K^T, softmax; P and the rescaling of the rows to shared memory
     1    left  = rescale left  + P K[:, :256]
@@ -8,18 +8,18 @@ The tensor cores take their work in the order
 
     Q K^T of page i + 1,   P K of page i, both halves,   Q K^T of page i + 2
 
-so that the softmax of page i + 1 runs beside the second: warpgroups 1 and 2 hold their products
-back until the next page's scores are done, the rest follows from who waits for what. A page is
-needed for its scores, and then through those of the next page, until it was multiplied by P: three
-are in shared memory, in quarters of 128 columns,
+so that the softmax of page i + 1 overlaps with P K of page i. Warpgroups 1 and 2 hold their
+products back until the next page's scores are done; the barriers imply the rest of the order. A
+page is needed for its scores, and then through those of the next page, until it was multiplied by
+P. So three pages are in shared memory, in quarters of 128 columns:
 
     columns 0:128      2 pages    warpgroup 1 reads them last, and then copies the page after next
     the others         3 pages    warpgroup 1 or 2 likewise, three pages on
     rope columns       3 pages    warpgroup 2, then; P takes their place once the scores are there
 
-(a model without rotated dims has none of the last, and P has their place to itself). The first
-quarter, for which there is no third place, comes last in Q K^T and first in P K. To have room for
-so much, three quarters of Q live in warpgroup 0's registers.
+(A model without rotated dims has no rope columns, and P has their place to itself.) The first
+quarter, for which there is no third place, comes last in Q K^T and first in P K. To make room for
+all this, three quarters of Q live in warpgroup 0's registers.
 """
 
 from typing import Any
@@ -34,17 +34,17 @@ from jaxattn.kernels.mla.decode.warp_specialized.pv_warpgroup import PvWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax_warpgroup import QkSoftmaxWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
 
-REGISTERS = 168  # of a thread: three warpgroups share 65,536
+REGISTERS = 168  # registers per thread: three warpgroups share 65,536
 
 
 class MlaDecodeKernel(MlaDecodeCta):
-    """The three warpgroups of a block."""
+    """The three warpgroups of a CTA."""
 
     def page_loader(self) -> PageLoader:
         return (Fp8PageLoader if self.cut.latents.quantized else PageLoader)(self)
 
     def mask(self, row: Any, start: Any, length: Any) -> Any:
-        """Of the piece of a row of `length` tokens that begins at page `start`."""
+        """The mask of the piece that begins at page `start` of a row of `length` tokens."""
         return CausalMask(self, row, start, length)
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
-"""The loads of 16-bit pages in `mla_decode`, in warpgroups 1 and 2.
+"""The loads of 16-bit pages in `mla_decode`, by warpgroups 1 and 2.
 
-Each brings what it multiplies by P: two quarters of 128 columns; and the second the rope columns.
-fp8_page_loader.py is of FP8 caches.
+Each warpgroup loads the columns that it multiplies by P, two quarters of 128; the second also loads
+the rope columns. fp8_page_loader.py loads FP8 pages.
 """
 
 import functools
@@ -29,16 +29,16 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import (
 class PageLoader:
     """A warpgroup's half of the part's pages, in the order in which they are multiplied.
 
-    `pages`, which the caller carries: the next to load of columns 0:128, which have two places, and
-    the one after it, the next of the other columns. A page is (number in its row, whether there is
-    one, where in the cache), the second with its whole position in the part, as `settle` has it,
-    instead.
+    The caller carries `pages`. It contains the next page to load of columns 0:128, which have two
+    places, and the page after it, which is the next of the other columns. The first is (number in
+    its row, whether there is one, where in the cache). The second has its whole position in the
+    part, as `settle` returns it, instead of the first two.
 
     Attributes:
-        columns: of the two quarters.
+        columns: The columns of the two quarters.
     """
 
-    hands_over = False  # whether what it brings is not there by itself, as by TMA
+    hands_over = False  # whether the loader must signal that data is there; TMA does so itself
 
     def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.part = block, block.cut, block.part
@@ -46,20 +46,20 @@ class PageLoader:
         self.half = half = block.wg - 1
         self.is_right = half == 1
         firsts, slots = self.places.firsts, self.places.slots
-        # Of the half's two quarters, for each half: the first one's place, and how many there are.
+        # For the half's two quarters: the first place, and the number of places.
         self.first_slots = [jnp.where(self.is_right, firsts[2 + i], firsts[i]) for i in range(2)]
         self.slots = [(slots[i], slots[2 + i]) for i in range(2)]
         self.columns = [pl.ds(half * HALF + i * QUARTER, QUARTER) for i in range(2)]
         self.tokens = min(self.part.page_size, PAGE)  # of a copy
 
     def begin(self) -> Any:
-        """The first pages on their way."""
+        """Starts the copies of the first pages."""
         ahead = self._found(self.part.first())
         pages = self._page_of(ahead), ahead
         return lax.fori_loop(0, PAGES, self._begin, pages)
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
-        """The quarter of the next page to its place, which was the page `into`'s."""
+        """Loads the quarter of the next page into the place of the page `into`."""
         before, ahead = pages
         at = self._page_of(ahead)
         if quarter == 0:
@@ -69,7 +69,8 @@ class PageLoader:
             self._ask_for_queries(*ahead[0])
 
     def _ask_for_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
-        """Where a row begins its queries are asked into L2, three pages before they are loaded."""
+        """Where a row begins, prefetches its queries into L2, three pages before they are
+        loaded."""
 
         @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))
         def _():
@@ -79,28 +80,29 @@ class PageLoader:
                 plgpu.async_prefetch(self.block.queries(place.row, RANK, ROPE))
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
-        """Its rope columns likewise."""
+        """Loads the next page's rope columns, as `refill` does."""
         self._load_rope(self._page_of(pages[1]), into)
 
     def meanwhile(self, pages: Any, now: jax.Array) -> None:
-        """What can be done beside the products of the part's page `now` with P."""
+        """Work that can overlap with the products of the part's page `now` with P."""
 
     def hand_over_first(self, pages: Any, now: jax.Array) -> None:
-        """Of the page behind `now` the quarter that has two places is there."""
+        """Signals that the quarter with two places of the page after `now` has arrived."""
 
     def hand_over(self, pages: Any, now: jax.Array) -> None:
-        """So are the other columns of the page behind that; once what is multiplied next, or the
-        output, has made room."""
+        """Signals that the other columns of the page after that have arrived. Called once the next
+        products, or the output, have made room."""
 
     def wait_for_warps(self) -> None:
-        """All four warps have read what is there. Products are the whole warpgroup's: a warp that
-        waited for them knows it, as CUTLASS's pipelines count one arrival a warpgroup."""
+        """Ensures that all four warps have read the data. On a GPU this needs no barrier: the whole
+        warpgroup issues a wgmma, so a warp that waited for it knows that all have read. CUTLASS's
+        pipelines count one arrival per warpgroup for the same reason."""
         if self.cut.interpret:
             plgpu.commit_smem()
 
     def later(self, pages: Any, goes_on: Any = True) -> Any:
-        """The same where it does not go on. No select over what is read of the table here: it would
-        wait for the load."""
+        """Returns the `pages` of the next step, or the same ones if not `goes_on`. It has no select
+        over what is read from the table: a select would wait for the load."""
         before, ahead = pages
         place, page, stop = ahead[0]
         select = functools.partial(jnp.where, goes_on)
@@ -108,13 +110,13 @@ class PageLoader:
         return before, self._found(self.part.settle((place, page + jnp.int32(goes_on), stop)))
 
     def slot_of(self, quarter: int, page: jax.Array) -> jax.Array:
-        """Where the part's page `page` has the quarter."""
+        """The place of the quarter of the part's page `page`."""
         left, right = (lax.rem(page, slots) for slots in self.slots[quarter])
         return self.first_slots[quarter] + jnp.where(self.is_right, right, left)
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
-        """What lies past the end of the sequence may be NaN, and 0 * NaN is NaN: it becomes 0
-        before it is used as a value. As keys it has been read."""
+        """Zeroes the tokens past the end of the sequence before they are read as values: they may
+        be NaN, and 0 * NaN is NaN. The products have already read them as keys."""
         pl.when(left < PAGE)(lambda: self._clear(values, left))
 
     def _clear(self, values: list[Any], left: jax.Array) -> None:
@@ -144,7 +146,7 @@ class PageLoader:
         return self.later(pages)
 
     def _load(self, quarter: int, at: Any, into: jax.Array) -> None:
-        """The page `at` to the place that the part's page `into` has."""
+        """Copies the page `at` to the place of the part's page `into`."""
         page, there, numbers = at
         shared, tokens = self.shared, self.tokens
         slot = self.slot_of(quarter, into)
@@ -153,7 +155,8 @@ class PageLoader:
         def _():
             for j, source in enumerate(self.part.sources(numbers, page)):
                 if quarter == 1 and not self.cut.interpret:
-                    # Of columns 0:128 a page is loaded late: it comes from L2 then.
+                    # Columns 0:128 of a page are loaded late: prefetched here, they then come from
+                    # L2.
                     @pl.when(jnp.logical_not(self.is_right))
                     def _(source=source):
                         plgpu.async_prefetch(source.at[:, pl.ds(0, QUARTER)])

@@ -1,8 +1,8 @@
-"""Warpgroups 1 and 2 of `mla_decode`: they bring the pages, and multiply them by P.
+"""Warpgroups 1 and 2 of `mla_decode`: they load the pages and multiply them by P.
 
-Each has a half of the output's columns, and of a page those that it multiplies: two quarters of
-128. kernel.py says what is where in shared memory, and in which order the tensor cores work;
-page_loader.py and fp8_page_loader.py bring the pages.
+Each has half of the output's columns, and multiplies the same columns of a page: two quarters of
+128. The contents of shared memory and the order of the tensor cores' work are described in
+kernel.py; page_loader.py and fp8_page_loader.py load the pages.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUAR
 
 
 class PvWorkTile(NamedTuple):
-    """A row, or what of it lies in the part."""
+    """A row, or its portion in this part."""
 
     start: jax.Array  # first page
     steps: jax.Array  # pages
@@ -33,7 +33,7 @@ class PvWorkTile(NamedTuple):
 
 
 class PvWarpgroup:
-    """What warpgroups 1 and 2 do, each with its half of the columns: all of the part's pages."""
+    """Warpgroup 1 or 2, with its half of the columns, over all of the part's pages."""
 
     def __init__(self, block: Any):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
@@ -44,7 +44,8 @@ class PvWarpgroup:
 
     def run(self) -> None:
         pages = self.pages.begin()
-        # Beside the first copies: to read its lengths at a block's end would make it longer.
+        # Done while the first copies run: reading these rows' lengths at the end would make the CTA
+        # longer.
         self.block.each_empty_row(self._write_nothing)
         self.part.each_piece(self._piece, (jnp.int32(0), pages))
 
@@ -82,7 +83,7 @@ class PvWarpgroup:
             @pl.when(jnp.logical_not(whole))
             def _():
                 rows, cut = self.block.partial_rows_of(place.row), self.cut
-                used: Any = cut.q_len * cut.num_heads  # of the tile's
+                used: Any = cut.q_len * cut.num_heads  # packed rows of the tile that are used
                 used -= 0 if cut.tiles == 1 else self.block.tile * TILE
                 to = [self.refs.partial_ref.at[rows, some] for some in self.columns]
                 shown = [acc * factor for acc in accs]
@@ -91,7 +92,8 @@ class PvWarpgroup:
         return pages_before + steps, pages
 
     def _page(self, piece: PvWorkTile, i: jax.Array, carry: Any) -> Any:
-        """The piece's page i: the output rescaled, and P V added; the next ones' copies begun."""
+        """Processes the piece's page i: rescales the output, adds P V, and starts the next
+        copies."""
         accs, pages = carry
         cut, shared = self.cut, self.shared
         now = piece.before + i
@@ -111,7 +113,7 @@ class PvWarpgroup:
             def _():
                 plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, PAGES)])
 
-        # The last page's place is loaded again after the output has left through it.
+        # The last page's place is loaded again only after the output has left through it.
         free = goes_on if cut.output_by_tma else jnp.bool_(True)
 
         def refill_first() -> None:
@@ -131,7 +133,7 @@ class PvWarpgroup:
 
         self.pages.wait_for_warps()
         pl.when(free)(lambda: self.pages.refill(1, pages, now))
-        if cut.rope:  # takes P's place; without it P's own place is free with the quarters'
+        if cut.rope:  # the rope columns take P's place; without them it is freed with the quarters
 
             @pl.when(self.is_right)
             def _():
@@ -146,8 +148,8 @@ class PvWarpgroup:
         self, accs: Any, p: Any, values: Any, between: Callable[[], None], *,
         meanwhile: Callable[[], None],
     ) -> Any:  # fmt: skip
-        """accs + P K, of both quarters; `meanwhile` runs beside both, and `between` when the first
-        one is done."""
+        """Returns accs + P K for both quarters. `meanwhile` overlaps with both products, and
+        `between` runs when the first one is done."""
         if self.cut.interpret:
             shape = (TILE, QUARTER)
             meanwhile()
@@ -170,7 +172,7 @@ class PvWarpgroup:
         return pl.run_scoped(run, *[plgpu.ACC((TILE, QUARTER), jnp.float32)] * 2)
 
     def _write(self, row: jax.Array, accs: Any, factor: jax.Array, last: jax.Array) -> None:
-        """A whole row's output; by TMA through the place of its last page."""
+        """Writes a whole row's output; by TMA, through the place of its last page."""
         cut = self.cut
         for quarter, (some, acc) in enumerate(zip(self.columns, accs, strict=True)):
             to = self.refs.out_ref.at[self.block.rows_of(row), some]

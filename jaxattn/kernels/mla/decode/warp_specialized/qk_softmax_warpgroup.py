@@ -1,6 +1,6 @@
 """Warpgroup 0 of `mla_decode`: scores and softmax of a piece's pages.
 
-kernel.py says what is where in shared memory, and in which order the tensor cores work.
+kernel.py describes the contents of shared memory and the order of the tensor cores' work.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _before(slot: jax.Array) -> jax.Array:
 
 
 class QkSoftmaxWarpgroup:
-    """What the warpgroup does: a piece's queries, then page by page P and the rescaling."""
+    """Warpgroup 0: it loads a piece's queries, then computes P and the rescaling page by page."""
 
     def __init__(self, block: Any):
         self.block, self.cut, self.refs, self.part = block, block.cut, block.refs, block.part
@@ -50,22 +50,22 @@ class QkSoftmaxWarpgroup:
         zero = jnp.int32(0)
         queries = self._load_queries(self.part.settle(self.part.first()))
         taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
-        self.block.each_empty_row(self._write_nothing)  # beside the last page's products with P
+        self.block.each_empty_row(self._write_nothing)  # during the last page's products with P
 
         @pl.when(taken > 0)
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
 
     def _load_queries(self, at: Any) -> Any:
-        """The queries of the row at a page, which `settle` has found, if there is one. Returns the
-        quarters in registers; if there is none, those of some row."""
+        """Loads the queries of the row at a page that `settle` has found, if there is one. Returns
+        their quarters in registers; if there is no such page, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
         place, page, stop = at
         row = place.row
 
         @pl.when(page < stop)
         def _():
-            plgpu.commit_smem()  # all four warps have read the last ones
+            plgpu.commit_smem()  # all four warps have read the previous queries
             first = self.block.queries(row, 0, QUARTER)
             plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
             if self.cut.rope:
@@ -79,8 +79,8 @@ class QkSoftmaxWarpgroup:
             return ()
         row = self.part.some_row(row)
         quarters = [self.block.queries(row, (1 + i) * QUARTER, QUARTER) for i in range(3)]
-        # Loads of 8 bytes and a shuffle: 4 bytes a thread, as the products have them, touch twice
-        # as many lines.
+        # Loads of 8 bytes and a shuffle: loads of 4 bytes per thread, as the products hold them,
+        # would touch twice as many lines.
         loaded = [
             plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False) for x in quarters
         ]
@@ -89,17 +89,17 @@ class QkSoftmaxWarpgroup:
     def _piece(
         self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
-        """Scores and P of a piece's pages."""
+        """Computes the scores and P of a piece's pages."""
         pages_before, pieces_before, q = carry
         plgpu.barrier_wait(self.refs.q_loaded)
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
         pages = QkSoftmaxMainloop(self, place.row, start, pages_before, others)
 
         stop = start + steps
-        following = self.part.settle((place, stop, stop))  # reads lengths: not when they are needed
+        following = self.part.settle((place, stop, stop))  # reads lengths early
         top, total = pages.run(steps)
-        # A NaN total is not 0: a NaN among a row's own keys shows in its output. Of a row that sees
-        # no key the product is 0 * V, NaN where V is: a sum of -1 says write 0.
+        # A NaN total is not 0: a NaN among a row's own keys shows in its output. For a row that
+        # sees no key the product is 0 * V, NaN where V is: a sum of -1 means write 0.
         empty = total == 0
         total = jnp.where(empty, -1.0, total)
 
@@ -119,15 +119,15 @@ class QkSoftmaxWarpgroup:
         return pages_before + steps, pieces_before + 1, q
 
     def _with_sinks(self, top: jax.Array, total: jax.Array, whole: Callable[[], jax.Array]) -> Any:
-        """Of a whole row (maximum, sum, what the output is divided by) with its sinks; those of a
-        row that was cut meet it when its pieces do. `total` is negative where it is empty."""
+        """Returns (maximum, sum, divisor of the output) of a whole row with its sinks; a split row
+        gets them when its pieces are merged. `total` is negative where the row is empty."""
         if self.refs.sinks_ref is None:
             return top, total, total
         sinks = self.refs.sinks_ref.at[self.block.packed]
         sinks = plgpu.load(sinks, layout=BY_ROW, optimized=False)
         both = with_sink(top, jnp.maximum(total, 0.0), sinks)
         there = whole() & (total > 0)
-        divisor = total + jnp.exp2(sinks * LOG2E - top)  # relative to the maximum without it
+        divisor = total + jnp.exp2(sinks * LOG2E - top)  # relative to the maximum without the sink
         new_top, joined = (jnp.where(there, x, y) for x, y in zip(both, (top, total), strict=True))
         return new_top, joined, jnp.where(there, divisor, total)
 
@@ -138,7 +138,7 @@ class QkSoftmaxWarpgroup:
 
 
 class QkSoftmaxMainloop:
-    """A piece's pages, one after another."""
+    """The mainloop over a piece's pages."""
 
     def __init__(
         self,
@@ -148,17 +148,19 @@ class QkSoftmaxMainloop:
         before: jax.Array,
         others: Any,
     ):
-        """`before`: pages of earlier pieces; `others`: the queries' second quarter and on."""
+        """`before`: the pages of earlier pieces; `others`: the second and later quarters of the
+        queries."""
         self.scores, self.before, self.others = scores, before, others
         self.places = scores.cut.places
         self.length = scores.refs.lens_ref[row]
         self.mask = scores.block.mask(row, start, self.length)
 
     def run(self, steps: jax.Array) -> Any:
-        """P and rescaling of all pages, for warpgroups 1 and 2. Returns the rows' maxima and sums.
+        """Computes P and the rescaling of all pages for warpgroups 1 and 2. Returns the rows'
+        maxima and sums.
 
-        A page's P is handed over when the first products of the next page's scores are under way,
-        so that the tensor cores need not wait for what that takes.
+        A page's P is handed over when the first products of the next page's scores are in flight,
+        so that the tensor cores need not wait for the hand-over.
         """
         zero = plgpu.layout_cast(jnp.zeros((TILE,), jnp.float32), BY_ROW)
         sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
@@ -168,7 +170,7 @@ class QkSoftmaxMainloop:
         return top, sums.sum(axis=1)
 
     def _step(self, i: jax.Array, carry: Any) -> Any:
-        """Page i's P and rescaling stored, and the ones before handed over."""
+        """Stores page i's P and rescaling, and hands over those of the page before."""
         top, sums, slot = carry
         shared, page = self.scores.shared, self.mask.of_page(i)
         last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
@@ -182,8 +184,8 @@ class QkSoftmaxMainloop:
 
         new_top, p, added = self._softmax(scores, self.mask.told(page), top)
         rescale = jnp.exp2(top - new_top)
-        # Over the keys' rope columns: a warp that has waited for its products knows that the
-        # warpgroup's are done.
+        # P overwrites the keys' rope columns: a warp that has waited for its wgmma knows that the
+        # whole warpgroup's is done.
         shared.rope[slot], shared.rescale[slot] = p, rescale
         sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
         return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
@@ -193,9 +195,11 @@ class QkSoftmaxMainloop:
         plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
 
     def _product(self, i: jax.Array, slot: jax.Array, meanwhile: Callable[[], None]) -> jax.Array:
-        """Q K^T, each quarter once it is there; `meanwhile` runs beside the first one's products.
+        """Computes Q K^T, each quarter after it has arrived; `meanwhile` overlaps with the first
+        one's products.
 
-        `slot` is the page's remainder by PAGES: worked out here, the first product waited for it.
+        `slot` is the page's remainder by PAGES: if it were computed here, the first product would
+        wait for it.
         """
         shared, refs, places = self.scores.shared, self.scores.refs, self.places
 
@@ -223,13 +227,13 @@ class QkSoftmaxMainloop:
         return pl.run_scoped(run, plgpu.ACC((TILE, PAGE), jnp.float32))
 
     def _softmax(self, scores: jax.Array, page: Any, top: jax.Array) -> Any:
-        """The new maxima, P, and its sums; a mask is applied to pages that not every row sees
-        whole."""
+        """Returns the new maxima, P, and its sums. A mask is applied to pages that some row does
+        not see as a whole."""
         cut, factor = self.scores.cut, self.scores.factor
-        if cut.latents.quantized:  # a traced scale may have any sign
+        if cut.latents.quantized:  # a traced scale may be negative
             scores, factor = scores * factor, 1.0
 
-        # Rounding and sums are in both branches: there they fill the time of the exponentials.
+        # Rounding and sums are in both branches: there they overlap with the exponentials.
         def finished(new_top: jax.Array, p: jax.Array) -> Any:
             return new_top, p.astype(cut.dtype), partial_sums(p, interpret=cut.interpret)
 

@@ -1,6 +1,6 @@
-"""Shared memory of `mla_decode`, and the references of its block.
+"""Shared memory of `mla_decode`, and the refs of its CTA.
 
-kernel.py says when a page is where.
+kernel.py describes when a page is where.
 """
 
 import dataclasses
@@ -21,23 +21,25 @@ from jaxattn.kernels.hopper.instructions import swizzled
 RANK, ROPE = 512, 64
 HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
-PAGES = 3  # of which there are rope columns, P and rescalings
-# Tiles of 128 bytes of each token that an FP8 page comes in: a quarter each, and the last 128.
+PAGES = 3  # pages for which there are rope columns, P and rescalings
+# Tiles of 128 bytes of each token in which an FP8 page is copied: one per quarter, and the last
+# 128.
 RAW = 5
-BLOCKS = RANK // BLOCK  # of 128 dims, which in a block-scaled cache have a scale
+BLOCKS = RANK // BLOCK  # blocks of 128 dims, each with a scale in a block-scaled cache
 SCALE_BYTES = 4 * BLOCKS
-# A tile's rows are as wide as the swizzle. (A tiling would want the cache's rows a multiple of it.)
+# A tile's rows are as wide as the swizzle. (A tiling would need the cache's rows to be a multiple
+# of it.)
 SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
 class PageSlots:
-    """Where shared memory has pages that the products read.
+    """The places in shared memory of the pages that the products read.
 
     Attributes:
-        slots: of each quarter of 128 columns, pages that there is room for.
-        order: of the quarters in Q K^T; -1 are the rope columns.
-        held_back: whether a page meets P only when the next page's scores are done.
+        slots: For each quarter of 128 columns, the number of pages that there is room for.
+        order: The order of the quarters in Q K^T; -1 stands for the rope columns.
+        held_back: Whether a page is multiplied by P only when the next page's scores are done.
     """
 
     slots: tuple[int, int, int, int]
@@ -46,12 +48,13 @@ class PageSlots:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """Of each quarter, its first page's place."""
+        """For each quarter, the place of its first page."""
         return tuple(sum(self.slots[:quarter]) for quarter in range(len(self.slots)))
 
     @classmethod
     def of(cls, latents: LatentFormat) -> "PageSlots":
-        """kernel.py has the reasons for those of 16 bits, fp8_page_loader.py for those of FP8."""
+        """The places for a cache format; kernel.py explains those of 16 bits, fp8_page_loader.py
+        those of FP8."""
         if latents.quantized:
             return cls((2, 2, 2, 2), (2, 0, 3, 1, -1), held_back=False)
         return cls((2, 3, 3, 3), (3, 2, 1, -1, 0), held_back=True)
@@ -60,23 +63,23 @@ class PageSlots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MlaDecodeSmem:
-    """What the three warpgroups share, arrays and then barriers."""
+    """The memory that the three warpgroups share, arrays and then barriers."""
 
     kv: Any  # [place, 64, 128], quarters of pages
     rope: Any  # [PAGES, 64, 64], rope columns of pages, then P
-    rescale: Any  # float32 [PAGES, 64], of the rows, before the page is added
-    sums: Any  # float32 [64], of a piece's rows at its end; negative where one sees no key
+    rescale: Any  # float32 [PAGES, 64], of the rows, applied before the page is added
+    sums: Any  # float32 [64], sums of a piece's rows at its end; negative where one sees no key
     kv_loaded: Any
     rope_loaded: Any
-    p_written: Any  # and the rescaling
-    p_read: Any  # by warpgroup 1, where rope columns take its place
-    scores_done: Any  # but of a piece's first page
+    p_written: Any  # P and the rescaling
+    p_read: Any  # arrived at by warpgroup 1, where rope columns take P's place
+    scores_done: Any  # except for a piece's first page
     sums_written: Any
-    sums_read: Any  # by both
-    # RAW tiles, or one fewer of gathered block-scaled tokens, whose rope columns need none.
+    sums_read: Any  # arrived at by both
+    # RAW tiles, or one fewer for gathered block-scaled tokens, whose rope columns need none.
     raw: Any  # FP8 [tiles, 64, 128], the next page as it is stored; else None
     raw_loaded: Any
-    raw_scales: Any  # bytes [tiles, 64, 16], its tokens' scales beside each tile; else None
+    raw_scales: Any  # bytes [tiles, 64, 16], the tokens' scales for each tile; else None
 
 
 def shared_types(
@@ -84,10 +87,10 @@ def shared_types(
 ) -> MlaDecodeSmem:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), PageSlots.of(latents)
     kv_places = sum(places.slots)
-    # Of a warpgroup that has widened or gathered, or of copies.
+    # Arrivals of the warpgroup that has widened or gathered, or of the copies.
     arrivals = 1 if latents.quantized or gathered else copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
-    # Rope columns of gathered block-scaled tokens are copied to where they are read.
+    # The rope columns of gathered block-scaled tokens are copied to where they are read.
     tiles = RAW - (gathered and latents.block_scaled)
     if latents.quantized:
         raw = plgpu.SMEM((tiles, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
@@ -114,17 +117,18 @@ def shared_types(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaDecodeConfig:
-    """What is known of a launch when it is traced.
+    """The static properties of a launch, known when it is traced.
 
     Attributes:
-        tiles: of 64 packed rows, of a request.
-        parts: of the schedule.
-        latents: the cache's format.
-        rope: whether there are rope columns: D 576, or 512.
+        tiles: Tiles of 64 packed rows per request.
+        parts: Parts of the schedule.
+        latents: The cache's format.
+        rope: Whether there are rope columns: D is 576, or 512 without them.
         first_rows: `MlaDecodeOutputs.first_rows`.
-        output_by_tma: whether a whole row's output leaves through its last page's slot, or by
+        output_by_tma: Whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
-        gathered: whether a row's keys are those of a list (kernels/mla/sparse), not all.
+        gathered: Whether a row attends to the keys of a list (kernels/mla/sparse) instead of all
+            keys.
     """
 
     q_len: int
@@ -147,10 +151,10 @@ class MlaDecodeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaDecodeRefs:
-    """What a block works on: operands and results, then its shared memory and barriers."""
+    """The refs of a CTA: operands and results, then its shared memory and barriers."""
 
-    q_ref: Any  # [B, rows, D], or of the absorbed product [H, B, S, R] with whole tiles of heads
-    q_rope_ref: Any  # then the rotated columns, [B, S, H, P]; else None
+    q_ref: Any  # [B, rows, D], or for the absorbed product [H, B, S, R] with whole tiles of heads
+    q_rope_ref: Any  # [B, S, H, P], the rotated columns of the latter; else None
     kv_ref: Any
     layer_ref: Any
     table_ref: Any
@@ -158,20 +162,20 @@ class MlaDecodeRefs:
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     made_of_ref: Any  # None: the schedule is the call's own
-    kv_scale_ref: Any  # of a cache with one scale, else None
+    kv_scale_ref: Any  # for a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
     partial_ref: Any  # None: no row is split
     lse_ref: Any
     partial_lse_ref: Any
-    q_others_smem: Any  # the interpreter's, of what registers hold elsewhere
+    q_others_smem: Any  # the interpreter's; the GPU holds these quarters in registers
     q_smem: Any  # Q's first quarter
     q_rope_smem: Any  # its rope columns
     q_loaded: Any
     shared: MlaDecodeSmem
-    # Of chosen keys alone: positions [rows, K]; how many keys each row may see, or what a block has
-    # to find that, the lengths of the batch's rows and their query tokens, if they have fewer; and
-    # the layer's sinks [rows of the tiles], or None.
+    # Only for chosen keys: positions [rows, K]; how many keys each row may see; or, instead of
+    # that, the lengths of the batch's rows, and their query tokens if they have fewer. And the
+    # layer's sinks [rows of the tiles], or None.
     indices_ref: Any = None
     visible_ref: Any = None
     row_lens_ref: Any = None
@@ -181,9 +185,9 @@ class MlaDecodeRefs:
 
 def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
     dtype, tiled = cut.dtype, swizzled(cut.dtype)
-    # The interpreter has no register operands: there all of Q is in shared memory.
+    # The interpreter has no register operands: all of Q is in shared memory there.
     others = plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled) if cut.interpret else None
-    # TMA wants its destination in one piece: the columns of Q and of pages lie apart.
+    # TMA needs its destination in one piece: the columns of Q and of pages are separate arrays.
     return {
         "q_others_smem": others,
         "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
@@ -194,7 +198,7 @@ def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
 
 
 class MlaDecodeCta:
-    """A tile of 64 packed rows of the rows in a part."""
+    """A CTA that computes a tile of 64 packed rows of each row in its part."""
 
     def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
         self.cut, self.refs = cut, refs
@@ -207,8 +211,8 @@ class MlaDecodeCta:
         return WorkPartition.of(self.refs, self.index)
 
     def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
-        """Calls write(row, known) for this block's share of the rows without tokens, and of those
-        of which the schedule knows another length: there `known` is False."""
+        """Calls write(row, known) for this CTA's share of the rows without tokens, and of the rows
+        for which the schedule has another length: `known` is False for the latter."""
 
         @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
         def _each(row):
@@ -230,7 +234,7 @@ class MlaDecodeCta:
         return self._tile_of(self.cut.first_rows[0], row)
 
     def partial_rows_of(self, row: jax.Array) -> Any:
-        """Those of its piece's partial result."""
+        """The rows of its piece's partial result."""
         return self._tile_of(self.cut.first_rows[1], self.part.partial_slot(row))
 
     def _tile_of(self, first: int, index: jax.Array) -> Any:
