@@ -102,7 +102,7 @@ def test_a_forward_kernel_without_a_backward_one_is_said():
     operands, scales = quantized_experts()
     (said,) = warnings_of(lambda *args: moe.mixture_of_experts(*args, **scales), operands, calls=2)
     assert said == (
-        "XLA computes the gradient: mixture_of_experts: the kernels have no gradient beside "
+        "XLA computes the gradient: mixture_of_experts: the kernels have no gradient with "
         "quantized weights"
     )
 
