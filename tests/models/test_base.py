@@ -144,7 +144,7 @@ def test_an_array_that_no_cache_has_is_named():
     state = jax.eval_shape(
         lambda: init_state(Hybrid(RECURRENT), CacheSize(pages=1, slots=1), ArenaSpec())
     )
-    with pytest.raises(KeyError, match="no cache has an array 'kv'; there are .*kv_cache"):
+    with pytest.raises(KeyError, match="no cache has an array 'kv'; the arrays are .*kv_cache"):
         state.array("kv")
 
 

@@ -145,7 +145,10 @@ def test_a_prediction_layer_that_is_not_in_the_folder_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"speculate_by": "mtp"}, "speculate_by='mtp' guesses speculate=0 tokens"),
+        (
+            {"speculate_by": "mtp"},
+            "speculate_by='mtp' needs speculate from 1 to .* got speculate=0",
+        ),
         ({"speculate_by": "eagle", "speculate": 1}, "must be one of lookup, mtp"),
     ],
 )

@@ -436,7 +436,7 @@ def test_a_width_that_no_group_divides_is_named(copied):
 
 def test_a_width_that_no_group_of_mxfp4_divides_is_named(copied):
     folder = copied(MXFP4, lambda t: None, {"intermediate_size": 40})
-    with pytest.raises(CheckpointError, match=r"down_proj' is stored in MXFP4, and \[6, 40, 96\]"):
+    with pytest.raises(CheckpointError, match=r"down_proj' is stored in MXFP4, but \[6, 40, 96\]"):
         huggingface_checkpoint.load(folder)
 
 

@@ -115,7 +115,7 @@ def test_presets_of_3_bits_warn_and_others_do_not(recwarn):
     _warn_of_three_bits.cache_clear()
     model().with_cache_format("4bit_nc")
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 64 keeps 3 bits"):
+    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 64 stores 3 bits"):
         model().with_cache_format("k3v4_nc")
 
 
