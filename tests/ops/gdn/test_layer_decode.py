@@ -774,5 +774,5 @@ def test_gates_of_two_parts_are_added(implementation):
     first = ba.astype(jnp.bfloat16).astype(ba.dtype)
     found = step(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
     jax.tree.map(np.testing.assert_array_equal, found, step(*case.args))
-    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], or have"):
+    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], optionally"):
         step(*case.args, halves=True)

@@ -114,7 +114,7 @@ def test_a_length_that_no_row_has(op, length):
         # Both last tokens at place 1 of page 3.
         ([[1, 3, 0], [0, 2, 3]], [6, 10], 1, "row 0 writes its token 5 to page 3, place 1, where"),
         # Row 0 writes place 0 of page 3, which row 1 has and does not write.
-        ([[1, 3, 0], [0, 2, 3]], [5, 10], 1, "page 3, place 0, where row 1 has its token 8; give"),
+        ([[1, 3, 0], [0, 2, 3]], [5, 10], 1, "page 3, place 0, where row 1 has its token 8; rows"),
         # One row, the same page twice.
         ([[1, 1, 0], [0, 2, 5]], [8, 9], 3, "row 0 writes its token 5 to page 1, place 1, where r"),
     ],
