@@ -76,7 +76,7 @@ def dispatch[T](
             refusals.append(refusal)
             continue
         if refusals and jax.default_backend() == "gpu":
-            warn_of_xla(f"{op}: {name!r} runs instead of the GPU kernel: {refusals[0]}")
+            warn_of_xla(f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}")
         return result
     raise ExceptionGroup(f"{op}: no implementation accepts these arguments", refusals)
 

@@ -29,7 +29,7 @@ def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warne
         assert dispatch("op", None, {"xla": CANDIDATES["xla"]}) == "xla's"  # there is no kernel
     assert len(caught) == warned
     for each in caught:
-        assert "op: 'xla' runs instead of the GPU kernel: op: the kernel has D=576" in str(
+        assert "op: 'xla' runs instead of the GPU's kernel: op: the kernel has D=576" in str(
             each.message
         )
         assert each.filename == __file__

@@ -94,7 +94,7 @@ def test_what_a_kernel_refuses_is_said_once(case):
     op, operands, reason = REFUSED[case]
     (said,) = warnings_of(op, operands, calls=2)
     name = case.partition(" ")[0]
-    assert said.startswith(f"{name}: 'xla' runs instead of the GPU kernel: {name}: ")
+    assert said.startswith(f"{name}: 'xla' runs instead of the GPU's kernel: {name}: ")
     assert reason in said
 
 

@@ -200,9 +200,7 @@ def check_features(
     check_array(op, "x", x)
     check_dtype(op, "x", x, *FLOATS)
     if not x.shape or x.shape[-1] != weights[of]:
-        raise ValueError(
-            f"{op}: the last axis of x {tuple(x.shape)} must be the {axis} of {name} {weights}"
-        )
+        raise ValueError(f"{op}: x {tuple(x.shape)} must end in the {axis} of {name} {weights}")
 
 
 def check_arena(op: str, arena: Any) -> None:

@@ -200,7 +200,9 @@ def test_the_other_ops_name_the_argument_that_does_not_fit():
         mla.absorb_query(np.zeros((2, 1, 3, 5), np.float32), np.zeros((4, 5, 16), np.float32))
     with pytest.raises(ValueError, match=r"absorb_output: w_uv \[H, R, Dv\].*R = 8.*R = 16"):
         mla.absorb_output(np.zeros((2, 1, 3, 16), np.float32), np.zeros((3, 8, 5), np.float32))
-    words = r"causal_attention: .*the same dtype, got q float32 \(2, 1, 3, 24\), k bfloat16 \(2, 1, 3, 24\)"
+    words = (
+        r"causal_attention: .* same dtype, got q float32 \(2, 1, 3, 24\), k bfloat16 \(2, 1, 3, "
+    )
     with pytest.raises(TypeError, match=words):
         mla.causal_attention(GOOD["q"], jnp.bfloat16(GOOD["q"]), GOOD["q"], scale=1.0)
     with pytest.raises(
