@@ -249,7 +249,7 @@ def test_shared_arrays_are_read_where_they_are_and_never_donated(engine, params,
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), given, params[1])
     engine.update(given, share=True)
     jax.tree.leaves(given)[0].delete()
-    with pytest.raises(RuntimeError, match="'embedding': donated or deleted by its owner"):
+    with pytest.raises(RuntimeError, match="'embedding' was donated or deleted by its owner"):
         engine.generate(requests(1))
     engine.update(params[0])
     assert [each.tokens for each in engine.generate(requests())] == expected[0]
