@@ -195,7 +195,7 @@ def test_new_weights_over_a_group_are_those_of_one_device():
     one, group = engine(Parallel()), engine(LAYOUT)
     before = [each.tokens for each in group.generate(requests())]
     other = jax.tree.map(lambda x: x[..., ::-1].copy(), params())
-    with pytest.raises(ValueError, match=r"'norm.weight' lies as .*expect_updates"):
+    with pytest.raises(ValueError, match=r"parameter 'norm.weight' with .*expect_updates"):
         group.update(other)
     assert [each.tokens for each in group.generate(requests())] == before
     group.expect_updates(other)
