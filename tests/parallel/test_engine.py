@@ -149,7 +149,7 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
     shapes = model.param_shapes()
     with pytest.raises(ValueError, match="tensor=3 does not divide the 4 value heads"):
         prepare(model, shapes, LIMITS, parallel=Parallel(tensor=3))
-    with pytest.raises(ValueError, match="is 4 GPUs, and 2 devices were given"):
+    with pytest.raises(ValueError, match="needs 4 GPUs, but 2 devices were given"):
         prepare(model, shapes, LIMITS, jax.devices()[:2], parallel=LAYOUT)
     other = dataclasses.replace(CONFIG, hidden_size=48)
     with pytest.raises(ValueError, match="parameter"):

@@ -313,12 +313,12 @@ class WeightBuffers:
         arriving = [programs.arriving(each, found[each.name]) for each in programs.places]
         if others := [each for each in arriving if strict and self._uncompiled(each)]:
             names = "; ".join(
-                f"nothing is compiled for parameter {each.place.name!r} with {each.shape.sharding}"
-                for each in others
+                f"parameter {each.place.name!r} with {each.shape.sharding}" for each in others
             )
             raise ValueError(
-                f"update: {names}. A strict engine does not compile after its start: call "
-                "expect_updates(params) before start(). The engine's weights are unchanged"
+                f"update: nothing is compiled for {names}. A strict engine does not compile after "
+                "its start: call expect_updates(params) before start(). The engine's weights are "
+                "unchanged"
             )
         return arriving
 
