@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxattn.engine.requests.outputs import Completion as Completion
     from jaxattn.engine.requests.outputs import logprob_array as logprob_array
     from jaxattn.engine.requests.request import Request as Request
-    from jaxattn.memory.engine_limits import Limits as Limits
+    from jaxattn.limits import Limits as Limits
     from jaxattn.ops.gdn.causal_conv1d import causal_conv1d as causal_conv1d
     from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_update as causal_conv1d_update
     from jaxattn.ops.gdn.chunk import chunk_gated_delta_rule as chunk_gated_delta_rule
@@ -76,7 +76,7 @@ _MODULES = {
     "Completion": "jaxattn.engine.requests.outputs",
     "logprob_array": "jaxattn.engine.requests.outputs",
     "Request": "jaxattn.engine.requests.request",
-    "Limits": "jaxattn.memory.engine_limits",
+    "Limits": "jaxattn.limits",
     "causal_conv1d": "jaxattn.ops.gdn.causal_conv1d",
     "causal_conv1d_update": "jaxattn.ops.gdn.causal_conv1d",
     "chunk_gated_delta_rule": "jaxattn.ops.gdn.chunk",

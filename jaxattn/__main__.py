@@ -1,4 +1,4 @@
-"""`python -m jaxattn`, which lists the commands."""
+"""`python -m jaxattn COMMAND`, which runs a command; without arguments, it lists the commands."""
 
 import sys
 from collections.abc import Sequence
@@ -15,18 +15,42 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the list of commands, and returns the exit code."""
-    return exit_code(PROGRAM, lambda: run(argv))
+    """Runs the command that the first argument names, or lists all; returns the exit code."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given and given[0] in COMMANDS:
+        return run(*given)
+    return exit_code(PROGRAM, lambda: show_commands(given))
 
 
-def run(argv: Sequence[str] | None) -> int:
-    parser = OptionParser(prog=PROGRAM, description="Prints the commands of this package.")
+def run(command: str, *arguments: str) -> int:
+    """Runs a command as its own module does; the import of each takes seconds."""
+    if command == "serve":
+        from jaxattn.cli.serve.command import main as serve
+
+        return serve(arguments)
+    if command == "plan":
+        from jaxattn.cli.plan import main as plan
+
+        return plan(arguments)
+    from jaxattn.bench.__main__ import main as bench
+
+    return bench([*arguments])
+
+
+def show_commands(given: Sequence[str]) -> int:
+    parser = OptionParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [-h] [--version] [{{{','.join(COMMANDS)}}} ...]",
+        description="Runs a command of this package, or prints the list of commands.",
+    )
     parser.add_argument("--version", action="version", version=VERSION)
-    _, given = parser.parse_known_args(argv)
-    if given:
-        known = [word for word in given if word in COMMANDS]
-        wanted = f"run {PROGRAM}.{known[0]}" if known else f"run {PROGRAM} without arguments"
-        raise InputError(f"{given[0]!r} is no option of the list of commands; {wanted}")
+    _, unknown = parser.parse_known_args(given)
+    if unknown:
+        *others, last = COMMANDS
+        raise InputError(
+            f"{unknown[0]!r} is no command; the first argument must be {', '.join(others)} or "
+            f"{last}"
+        )
     for name, what in COMMANDS.items():
         print(f"{PROGRAM}.{name:<6} {what}")
     print("Each has --help. The installed scripts are jaxattn-serve, jaxattn-plan, jaxattn-bench.")

@@ -22,8 +22,8 @@ A TurboQuant cache has pages of bytes in a `TurboFormat`, and separate ops:
 
 from jaxattn.core.cache.formats import KVFormat as KVFormat
 from jaxattn.core.turboquant.codec import TurboFormat as TurboFormat
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule as PairSchedule
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule as PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch as scratch
 from jaxattn.ops.gqa.append import gqa_append as gqa_append
 from jaxattn.ops.gqa.append import pack_gqa_weights as pack_gqa_weights

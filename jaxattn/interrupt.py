@@ -6,14 +6,17 @@ While XLA compiles, the main thread runs no Python code and cannot raise. Instea
 thread therefore waits for the signal and ends the process.
 
 While a command generates, it has output to report, and therefore uses KeyboardInterrupt
-(`interrupts_raised` in cli/exit_codes.py). Programs that only import jaxattn keep Python's
-handling. This file imports nothing slow, so that only Python's own start precedes it.
+(`interrupts_raised`). Programs that only import jaxattn keep Python's handling. This file imports
+nothing slow, so that only Python's own start precedes it.
 """
 
 import _thread
+import contextlib
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 COMMANDS = ("serve", "plan", "bench")
 CODE = 128 + signal.SIGINT
@@ -37,7 +40,9 @@ def started_as() -> str | None:
     # While `python -m name` imports the package, sys.argv[0] is a placeholder for the last word of
     # orig_argv that belongs to Python itself.
     name = given[len(given) - len(own)].removeprefix("-m")
-    if name in ("jaxattn", *(f"jaxattn.{command}" for command in COMMANDS)):
+    if name == "jaxattn":
+        return " ".join(["python -m jaxattn", *(word for word in own[1:2] if word in COMMANDS)])
+    if name in (f"jaxattn.{command}" for command in COMMANDS):
         return f"python -m {name}"
     script = os.path.basename(name)
     return script if script in {f"jaxattn-{command}" for command in COMMANDS} else None
@@ -105,3 +110,53 @@ def end_process(*_: object) -> None:
     except OSError:
         pass  # stderr is closed
     os._exit(CODE)
+
+
+class Terminated(KeyboardInterrupt):
+    """The exception for SIGTERM, which ends a command as Ctrl-C does."""
+
+
+class InterruptRequest:
+    """The Ctrl-C or SIGTERM that arrived within `interrupts_raised`, if any.
+
+    Attributes:
+        code: The exit code for the signal, or None.
+    """
+
+    code: int | None = None
+
+    def check(self) -> None:
+        """Raises the interrupt again, since Python ignores an exception raised in a destructor."""
+        if self.code is not None:
+            raise KeyboardInterrupt if self.code == CODE else Terminated
+
+
+@contextlib.contextmanager
+def interrupts_raised() -> Iterator[InterruptRequest]:
+    """A context in which Ctrl-C and SIGTERM raise KeyboardInterrupt, so that a command can report.
+
+    A second Ctrl-C ends the command at once. Outside of the context, the first one and SIGTERM do.
+    """
+    asked = InterruptRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # only the main thread can set signal handlers
+        return
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, _: object) -> None:
+        asked.code = 128 + number
+        if before[signal.SIGINT] is end_process:
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+            listen()
+        asked.check()
+
+    listen(False)
+    if before[signal.SIGINT] is not signal.SIG_IGN:  # ignored if a shell runs it in the background
+        signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler or signal.SIG_DFL)
+        listen()

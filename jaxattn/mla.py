@@ -23,7 +23,7 @@ from jaxattn.core import deprecation as _deprecation
 from jaxattn.core.cache.formats import LatentFormat as LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import Schedule as Schedule
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge as ContextParallelMerge
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule as decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule as decode_schedule
 from jaxattn.kernels.mla.decode.workspace import scratch as scratch
 from jaxattn.ops.mla.absorption import absorb_output as absorb_output
 from jaxattn.ops.mla.absorption import absorb_query as absorb_query
@@ -34,8 +34,8 @@ from jaxattn.ops.mla.context_parallel_decode import (
     mla_decode_context_parallel as mla_decode_context_parallel,
 )
 from jaxattn.ops.mla.context_parallel_decode import mla_decode_met as mla_decode_met
-from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape as merge_buffer_shape
 from jaxattn.ops.mla.decode import mla_decode as mla_decode
+from jaxattn.ops.mla.merge_buffer import merge_buffer_shape as merge_buffer_shape
 from jaxattn.ops.mla.prefill import causal_attention as causal_attention
 from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
 from jaxattn.ops.mla.sparse.attend import mla_sparse_decode as mla_sparse_decode

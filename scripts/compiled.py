@@ -1,11 +1,11 @@
-"""Compiles kernels for a Hopper GPU, without one: registers, spills and shared memory of each.
+"""Compiles kernels for a Hopper GPU without one, and prints registers, spills and shared memory.
 
-    pip install jax-cuda13-plugin jax-cuda13-pjrt       # of JAX's own version; and a ptxas of CUDA
+    pip install jax-cuda13-plugin jax-cuda13-pjrt       # of JAX's own version; and CUDA's ptxas
     JAX_PLATFORMS=cpu python -m scripts.compiled OUT --only moe_sorted rms_norm
 
-XLA compiles for a topology that it is told of, and Mosaic writes down what becomes of each launch:
-OUT has a file of PTX, ptxas's remarks and the resources of each. A row of the table is a launch,
-by the name of its kernel and its place in the case. The cases are those of scripts/cases.
+XLA compiles for a given topology, and Mosaic dumps the code of each launch. OUT then contains the
+PTX, ptxas's remarks and the resources of each launch. A row of the table is a launch, named by its
+kernel and its index in the case. The cases are those of scripts/cases.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scripts.cases import CASES
 from scripts.lowered import HOPPER
 
-# What XLA asks of a device, of an H100 SXM; an H200 differs in its memory alone. Without the
-# driver's version XLA puts hardly a kernel into CUDA graphs.
+# The device properties that XLA reads, here of an H100 SXM; an H200 differs only in its memory.
+# Without the driver's version, XLA puts hardly any kernel into CUDA graphs.
 TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -43,7 +43,7 @@ DUMPS = ("PTX", "PTXAS")
 
 
 def topology() -> Any:
-    """A device to compile for, that is not there."""
+    """The devices of a topology to compile for, which does not have to exist."""
     jax.devices()  # finds the plugin
     if not xla_client.pjrt_plugin_loaded("cuda"):
         raise SystemExit("scripts.compiled needs jax-cuda13-plugin and jax-cuda13-pjrt")
@@ -55,7 +55,7 @@ def topology() -> Any:
 
 
 def compiled(op: Any, arguments: tuple[Any, ...]) -> Any:
-    """The executable of an op, for a Hopper GPU."""
+    """The executable of an op for a Hopper GPU."""
     where = NamedSharding(Mesh(topology()[:1], ("x",)), PartitionSpec())
 
     def abstract(x: Any) -> jax.ShapeDtypeStruct:
@@ -69,7 +69,7 @@ def compiled(op: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
-    """(launch, registers, bytes spilled, bytes of shared memory) of what was dumped."""
+    """(launch, registers, spilled bytes, bytes of shared memory) of each dumped launch."""
     found: list[tuple[str, ...]] = []
     for remarks in sorted(folder.glob("*.ptxas")):
         said = remarks.read_text()

@@ -1,12 +1,12 @@
-"""What a gradient costs beside its forward pass: temporary memory, and on a GPU time.
+"""The cost of a gradient in addition to its forward pass: temporary memory, and on a GPU time.
 
     python -m scripts.gradient_costs --json FILE       # on an H100 or H200
-    JAX_PLATFORMS=cpu python -m scripts.gradient_costs # memory alone, for Hopper: see compiled.py
+    JAX_PLATFORMS=cpu python -m scripts.gradient_costs # only memory, for Hopper: see compiled.py
     JAX_PLATFORMS=cpu python -m scripts.gradient_costs --small  # tiny shapes, run on a CPU
 
-Forward and backward run by kernels where they serve. `GiB` is XLA's temporary
-memory of one layer's op, beside its arguments and results: the cotangent is an
-argument, the output and the gradients are results.
+Kernels run the forward and the backward pass where they support the shape. `GiB` is XLA's temporary
+memory of one layer's op, without arguments and results. The cotangent is an argument; the output
+and the gradients are results.
 """
 
 import argparse
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxattn.bench.harness.device_info import device_facts
 from jaxattn.bench.harness.result_tables import show, store
-from jaxattn.bench.harness.timing import device_facts, seconds
+from jaxattn.bench.harness.timing import seconds
 from jaxattn.gdn import chunk_gated_delta_rule
 from jaxattn.mla import causal_attention
 
@@ -28,11 +29,13 @@ GIB = 2**30
 
 
 class Case(NamedTuple):
-    """An op and what it is called with.
+    """An op and its operands.
 
     Attributes:
-        shape: rows, tokens, heads.
-        arguments: shapes of the operands; gradients are of all of them.
+        name: The op's name.
+        shape: Rows, tokens and heads, for the table.
+        op: The function to differentiate.
+        arguments: The shapes of the operands, all of which get gradients.
     """
 
     name: str
@@ -42,7 +45,7 @@ class Case(NamedTuple):
 
 
 def attention(rows: int, tokens: int, heads: int) -> Case:
-    """MLA's attention of a prompt: keys of 128 + 64 dims, values of 128."""
+    """MLA's attention over a prompt: keys of 128 + 64 dims, values of 128."""
     x = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 
     def op(q: jax.Array, k: jax.Array, k_pe: jax.Array, v: jax.Array) -> jax.Array:
@@ -54,7 +57,7 @@ def attention(rows: int, tokens: int, heads: int) -> Case:
 
 
 def delta_rule(rows: int, tokens: int, key_heads: int, heads: int) -> Case:
-    """The chunked gated delta rule of a prompt, q and k normalised inside."""
+    """The chunked gated delta rule over a prompt, which normalises q and k itself."""
     x = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     gates = jax.ShapeDtypeStruct((rows, tokens, heads), jnp.float32)
 
@@ -79,7 +82,7 @@ SMALL = (functools.partial(attention, 1, 96, 2), functools.partial(delta_rule, 1
 
 
 def gradient(case: Case) -> Callable[..., Any]:
-    """(cotangent, *operands) -> output and gradients."""
+    """Returns (cotangent, *operands) -> (output, *gradients)."""
 
     def both(cotangent: jax.Array, *operands: jax.Array) -> tuple[Any, ...]:
         out, pull = jax.vjp(case.op, *operands)
@@ -89,7 +92,7 @@ def gradient(case: Case) -> Callable[..., Any]:
 
 
 def executable(op: Callable[..., Any], arguments: tuple[Any, ...], *, here: bool) -> Any:
-    """The op for this process's device, or for a Hopper GPU that is not there."""
+    """The op compiled for this process's device, or for a Hopper GPU that need not exist."""
     if here:
         return jax.jit(op).lower(*arguments).compile()
     from scripts.compiled import compiled
@@ -98,7 +101,7 @@ def executable(op: Callable[..., Any], arguments: tuple[Any, ...], *, here: bool
 
 
 def measure(case: Case, *, here: bool) -> dict[str, Any]:
-    """A row: temporary memory of both passes; where it runs, milliseconds too."""
+    """A row with the temporary memory of both passes and, if they run, their milliseconds."""
     row: dict[str, Any] = {"op": case.name, "shape": case.shape}
     out = jax.eval_shape(case.op, *case.arguments)
     both = "with gradient", gradient(case), (out, *case.arguments)

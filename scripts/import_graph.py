@@ -1,10 +1,11 @@
-"""Prints which rooms of jaxattn import which, and fails on an arrow that runs back up.
+"""Prints which rooms of jaxattn import which, and fails on an upward import.
 
-    python -m scripts.import_graph              # rooms, by floor, with what each imports
+    python -m scripts.import_graph              # rooms, by floor, with the rooms that each imports
     python -m scripts.import_graph --files      # the same for files
 
-Exit codes: 0, or 1 with each wrong arrow: a room that imports from a floor above or beside its
-own, files that import each other in a circle, and a file of the engine that imports a model.
+A room is a package of one purpose, and a floor is a set of rooms that do not import each other. The
+exit code is 1, with a line for each fault, in three cases: a room imports from its own or a higher
+floor, files import each other in a circle, or a file of the engine imports a model.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# From the top down. A file imports rooms of lower floors and files of its own room. Rooms that
-# share a floor do not know each other.
+# From top to bottom. A file may import from rooms of lower floors and from its own room. Rooms on
+# the same floor do not import each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__main__", "serve", "plan.__main__"),
     ("bench",),
@@ -57,20 +58,21 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels.linear", "kernels"),
     ("kernels.attention",),
     ("kernels.hopper",),
+    ("limits",),
     ("memory",),
     ("text",),
     ("core",),
     ("arena", "aliasing", "interrupt"),
 )
 
-# What the engine may know of models: none of them.
+# The only modules of `models` that the engine may import, none of which is a model.
 INTERFACES = ("models", "models.interface", "models.caches.layer_cache")
 
 type Graph = Mapping[str, Mapping[str, int]]
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The package's modules by name, without the leading `jaxattn.`; the package is `jaxattn`."""
+    """Maps modules, without the leading `jaxattn.`, to files; the package itself is `jaxattn`."""
     package = root / "jaxattn"
     found = {}
     for path in sorted(package.rglob("*.py")):
@@ -81,7 +83,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
-    """Each module of jaxattn that a file imports, with the line; imports in functions count too."""
+    """Yields (module, line) for each import of jaxattn in a file, including those in functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -98,7 +100,7 @@ def imported(path: Path, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]
 
 
 def import_graph(root: Path = ROOT) -> Graph:
-    """For each module what it imports, and the first line that does."""
+    """Maps each module to the modules that it imports, with the line of the first import."""
     known = modules(root)
     graph: dict[str, dict[str, int]] = {}
     for name, path in known.items():
@@ -110,10 +112,10 @@ def import_graph(root: Path = ROOT) -> Graph:
 
 
 def room_of(module: str) -> str:
-    """The longest listed room that a module lies in.
+    """The longest listed room that contains a module.
 
     Raises:
-        ValueError: no floor lists its room.
+        ValueError: no floor lists a room that contains it.
     """
     rooms = [room for floor in FLOORS for room in floor]
     parts = module.split(".")
@@ -124,7 +126,7 @@ def room_of(module: str) -> str:
 
 
 def within(room: str, package: str) -> bool:
-    """Whether a room is a package, or lies in it."""
+    """Whether a room is a package or inside it."""
     return room == package or room.startswith(f"{package}.")
 
 
@@ -133,7 +135,7 @@ def floor_of(room: str) -> int:
 
 
 def wrong_arrows(graph: Graph) -> list[str]:
-    """One sentence for each import that the floors do not allow."""
+    """A sentence for each import that the floors do not allow."""
     found = []
     for module, arrows in graph.items():
         own = room_of(module)
@@ -147,7 +149,7 @@ def wrong_arrows(graph: Graph) -> list[str]:
 
 
 def circle(graph: Graph) -> list[str]:
-    """The modules of a circle of imports, or an empty list."""
+    """The modules of a circular import, or an empty list."""
     state: dict[str, int] = {}
 
     def visit(module: str, path: list[str]) -> list[str]:

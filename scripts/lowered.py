@@ -1,11 +1,11 @@
-"""Writes what every kernel is lowered to, for a Hopper GPU and without one: a text file a case.
+"""Writes the lowered text of every kernel for a Hopper GPU, without one: a text file per case.
 
     JAX_PLATFORMS=cpu python -m scripts.lowered OUT         # from the root of the repository
     diff -rq OUT OTHER                                      # silent: no kernel has changed
 
-A file has the op's StableHLO and then the Mosaic GPU module of each launch. Neither says where in
-the sources it comes from, so that a tree whose files lie elsewhere gives the same text. All files
-have some 200 MB. The cases are those of scripts/cases.
+A file contains the op's StableHLO, followed by the Mosaic GPU module of each launch. Source
+locations are removed, so a tree whose files have moved gives the same text. All files together have
+about 200 MB. The cases are those of scripts/cases.
 """
 
 import argparse
@@ -23,16 +23,16 @@ from jax._src.lib.mlir import ir
 import jaxattn
 from scripts.cases import CASES
 
-# What an op asks of the device.
+# The device properties that an op reads.
 HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
-COUNTED = re.compile(r'(dump_basename = "\w+)_\d+"')  # the kernels of this process, so far
+COUNTED = re.compile(r'(dump_basename = "\w+)_\d+"')  # a counter of the process's kernels
 PLACES = re.compile(r"\.py\b|site-packages|jaxattn[/.]|\bloc\(|#loc")
 
 
 def lowered(op: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """The StableHLO of an op for CUDA, and each launch's module, in the order that they have there.
+    """The StableHLO of an op for CUDA, followed by the module of each launch in the same order.
 
-    The op sees a Hopper GPU, and JAX itself what there is.
+    Only the op sees a Hopper GPU; JAX itself sees the real devices.
     """
     gpu: Any = {"default_backend": lambda: "gpu", "devices": lambda: [HOPPER]}
     with mock.patch.multiple(jax, **gpu):
@@ -45,12 +45,12 @@ def lowered(op: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
         if target is not None and ir.StringAttr(target).value.startswith("mosaic_gpu"):
             config = {item.name: item.attr for item in operation.attributes["mhlo.backend_config"]}
             launches.append(ir.Module.parse(ir.StringAttr(config.pop("module")).value_bytes))
-            del config["kernel_hash"]  # of the module with its places
+            del config["kernel_hash"]  # which covers the module's source locations
             operation.attributes["mhlo.backend_config"] = ir.DictAttr.get(config)
         return ir.WalkResult.ADVANCE
 
     with module.context as context:
-        context.allow_unregistered_dialects = True  # the one that kernels are stored in
+        context.allow_unregistered_dialects = True  # kernels are stored in such a dialect
         module.operation.walk(take_out, ir.WalkOrder.PRE_ORDER)
     if not launches:
         raise ValueError("no kernel was launched")

@@ -19,7 +19,7 @@ FENCE = re.compile(r"^ *(```|~~~)")
 HEADING = re.compile(r"^#+ +")
 NOT_PROSE = re.compile(r"^ *(#|\||<!--|!\[|---|\$ )")
 ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +")
-# What the rules of CONTRIBUTING.md replace, and by what.
+# Words that the rules of CONTRIBUTING.md replace, with the replacements.
 AVOIDED = {
     "alone": "only, by itself",
     "beside": "compared with, next to, in addition to",
@@ -29,7 +29,7 @@ AVOIDED = {
     "want": "need, use",
     "apart": "separate",
 }
-# "This" and its like stand for a noun of another sentence where a verb follows them.
+# "This" and similar words stand for a noun of another sentence if a verb follows them.
 AUXILIARIES = "are were have do did can could may might will would should must also only"
 VERBS = (
     "is was has had does means makes gives takes needs uses costs saves keeps holds runs leaves "
@@ -40,12 +40,12 @@ PRONOUN = re.compile(
     rf"(?:This|That|Such|Each|Neither)(?= (?:{'|'.join((VERBS + ' ' + AUXILIARIES).split())})\b)|"
     rf"(?:These|Those|Both)(?= (?:{'|'.join(AUXILIARIES.split())})\b))"
 )
-# Where a sentence ends: a stop, with a closing mark behind it, and a space.
+# The end of a sentence: a stop, closing marks, and a space.
 STOP = re.compile(r"(?<=[.!?])[\")*]* +(?=[\"(*`]*(?:[A-Z0-9`\[]|jaxattn\b))")
 
 
 class Sentence(NamedTuple):
-    """One sentence of a page: `line` is where its paragraph begins."""
+    """A sentence of a page; `line` is the first line of its paragraph."""
 
     line: int
     text: str
@@ -56,7 +56,7 @@ class Sentence(NamedTuple):
 
     @property
     def faults(self) -> list[str]:
-        """The words of this sentence that the rules replace, and a pronoun at its beginning."""
+        """The sentence's words that the rules replace, and a pronoun at its beginning."""
         found = [
             f"{word!r}: write {better}"
             for word, better in AVOIDED.items()
@@ -68,7 +68,7 @@ class Sentence(NamedTuple):
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Paragraphs, items of lists and cells of tables, each with the line that it begins on."""
+    """Yields paragraphs, list items and table cells, each with its first line."""
     begin, fenced = 0, False
     lines: list[str] = []
     for number, line in enumerate([*text.splitlines(), ""], 1):
@@ -86,7 +86,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences(text: str) -> Iterator[Sentence]:
-    """Each sentence of a Markdown page."""
+    """Yields each sentence of a Markdown page."""
     for line, paragraph in paragraphs(text):
         plain = re.sub(r"`[^`]*`", "CODE", paragraph)
         plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", plain)
@@ -95,7 +95,7 @@ def sentences(text: str) -> Iterator[Sentence]:
 
 
 def headings(text: str) -> Iterator[Sentence]:
-    """Each heading of a Markdown page."""
+    """Yields each heading of a Markdown page."""
     fenced = False
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= bool(FENCE.match(line))
@@ -109,7 +109,7 @@ def too_long(text: str, most: int = MOST) -> list[Sentence]:
 
 
 def faulty(text: str) -> list[Sentence]:
-    """The page's sentences and headings with a word or a pronoun that the rules replace."""
+    """The page's sentences and headings with words or pronouns that the rules replace."""
     return [each for each in (*headings(text), *sentences(text)) if each.faults]
 
 

@@ -3,12 +3,12 @@
     python -m scripts.sanitize                      # memcheck, then racecheck
     python -m scripts.sanitize --tool memcheck --only mla_decode_e4m3 gdn_decode_bfloat16
 
-The tool watches a process for each case. What XLA compiles, it compiles before that, in a process
-that nobody watches, and leaves in a compilation cache: XLA's compiler crashes under the tool (jax
-0.11.2, CUDA 13). `out_of_bounds` reads what is not there, and memcheck has to say so.
+The tool watches a process for each case. Before that, an unwatched process compiles all of the
+case's XLA code into a compilation cache, because XLA's compiler crashes under the tool (jax 0.11.2,
+CUDA 13). `out_of_bounds` reads out of bounds, and memcheck has to report it.
 
-Exit status: 1 where a kernel has an error, or `out_of_bounds` none, or a case gives nothing but 0;
-2 where the tool ended without a verdict.
+The exit status is 1 if a kernel has an error, if `out_of_bounds` has none, or if a case returns
+only zeros. It is 2 if the tool ended without a verdict.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from scripts.cases import SMALL
 ROOT = Path(__file__).parents[1]
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}
-SECONDS = 300  # the most that a case may take
+SECONDS = 300  # time limit of a case
 
 
 def run(name: str, implementation: Implementation = "mosaic_gpu") -> None:
-    """A case in this process."""
+    """Runs a case in this process."""
     case = SMALL[name]
     arrays = jax.device_put(tuple(case.arrays().values()))
     out = jax.block_until_ready(jax.jit(case.function(implementation))(*arrays))
@@ -47,7 +47,7 @@ def run(name: str, implementation: Implementation = "mosaic_gpu") -> None:
 
 
 def watched(tool: str, program: str, name: str, environment: dict[str, str]) -> tuple[int, str]:
-    """(exit status of this script for it, what to print) of a case under a tool."""
+    """Runs a case under a tool: (exit status of this script for it, text to print)."""
     command = [program, "--tool", tool, sys.executable, "-m", "scripts.sanitize", "--case", name]
     try:
         done = subprocess.run(
@@ -57,7 +57,7 @@ def watched(tool: str, program: str, name: str, environment: dict[str, str]) -> 
         return 2, f"{tool} {name}: no verdict after {SECONDS} s"
     said = done.stdout + done.stderr
     found = re.findall(TOOLS[tool], said)
-    # A case that failed before its kernel ran has no error either; the tool hands its status on.
+    # A case that failed before its kernel ran has no errors; the tool returns the case's status.
     if not found or (done.returncode and int(found[-1]) == 0):
         return 2, f"{tool} {name}: no verdict, exit status {done.returncode}\n{said[-500:]}"
     count = int(found[-1])
@@ -92,7 +92,7 @@ def main() -> int:
 
         def compiled(name: str) -> int:
             command = [sys.executable, "-m", "scripts.sanitize", "--case", name]
-            # A read out of bounds may end the process: nobody else shares it.
+            # A read out of bounds may end the process, so each case has its own.
             return subprocess.run(command, cwd=ROOT, env=environment, timeout=SECONDS).returncode
 
         ended = dict(zip(args.only, pool.map(compiled, args.only), strict=True))

@@ -1,17 +1,16 @@
-"""Times `load` of loading/huggingface_checkpoint.py on shards of DeepSeek-V2-Lite's layout, or of
-another public model's.
+"""Times `load` of loading/huggingface_checkpoint.py on random shards of a public model's layout.
 
     python -m scripts.time_loading make FOLDER --gigabytes 20 [--weights fp8]
     python -m scripts.time_loading make FOLDER --gigabytes 8 --model gpt-oss-20b
     python -m scripts.time_loading load FOLDER [--readers 8] [--cold]
 
-`make` writes config.json and shards of 4 GB; `/dev/shm` is the fastest place for them. The numbers
-are random bytes in which no float is NaN or infinite. `load` prints one line of JSON: seconds, GB
-per second, and by how much host and device memory rose above what is left at the end. It loads a
-small folder first. So its figures leave out what XLA, its compilers and the device's runtime keep
-in host memory from their first use on. On a GPU JAX's allocator keeps 8 bytes of host memory for
-each 256 bytes of its pool. It has them from the start, unless XLA_PYTHON_CLIENT_PREALLOCATE is
-false: then they count here.
+`make` writes config.json and shards of 4 GB, by default of DeepSeek-V2-Lite; `/dev/shm` is the
+fastest place for them. The numbers are random bytes in which no float is NaN or infinite. `load`
+prints one line of JSON: seconds, GB per second, and the peaks of host and device memory above the
+final state. `load` first loads a small folder, so its figures exclude the host memory that XLA, its
+compilers and the device's runtime allocate on first use. On a GPU JAX's allocator keeps 8 bytes of
+host memory for each 256 bytes of its pool. The allocator reserves them at the start, unless
+XLA_PYTHON_CLIENT_PREALLOCATE is false: then they count here.
 """
 
 import argparse
@@ -60,7 +59,7 @@ V2_LITE: dict[str, Any] = {
     "vocab_size": 102400,
     "max_position_embeddings": 163840,
 }
-# Of the folder that is loaded first: as many kinds of weights.
+# The differences of the folder that is loaded first, which has the same kinds of weights.
 SMALL: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -80,13 +79,13 @@ def write_folder(
     model: Mapping[str, Any] = V2_LITE,
     **fields: Any,
 ) -> int:
-    """Writes a folder of about so many bytes: as many layers as they take. Returns its bytes.
+    """Writes a folder of about `nbytes` bytes, with a suitable number of layers; returns its size.
 
     Args:
         weights: "bfloat16", or "fp8" for all matrices of the layers.
-        sparse: the files are holes and take no space; every number is 0.
-        model: the fields of config.json.
-        fields: in place of some of those.
+        sparse: Whether the files are holes, which take no space and read as 0.
+        model: The fields of config.json.
+        fields: Fields that replace some of those.
     """
     folder.mkdir(parents=True, exist_ok=True)
     quantized = {"quantization_config": FP8} if weights == "fp8" else {}
@@ -110,7 +109,7 @@ def write_folder(
 
 
 def parts(config: dict[str, Any], weights: str) -> list[EncodedTensor]:
-    """The tensors of a folder with this configuration; of dtypes the first counts."""
+    """The tensors of a folder with this configuration; the first of several dtypes counts."""
     placed = read_model(ConfigFields(config, CONFIG)).placed()
     found: dict[str, EncodedTensor] = {}
     for each in placed:
@@ -151,7 +150,7 @@ def _write(file: BinaryIO, shard: list[EncodedTensor], sparse: bool) -> int:
     if sparse:
         file.truncate(file.tell() + end)
         return end
-    # Without this bit of its highest byte a bfloat16, float32 or e4m3 number is finite.
+    # With this bit of the highest byte cleared, a bfloat16, float32 or e4m3 number is finite.
     chunk = np.random.default_rng(0).integers(0, 256, CHUNK, np.uint8) & 0xBF
     for begin in range(0, end, CHUNK):
         file.write(chunk[: end - begin])
@@ -162,10 +161,10 @@ def _write(file: BinaryIO, shard: list[EncodedTensor], sparse: bool) -> int:
 
 
 def load(folder: Path, readers: int, cold: bool = False) -> dict[str, Any]:
-    """Loads the folder once, and says what it took.
+    """Loads the folder once and returns time and memory.
 
     Args:
-        cold: the files are dropped from the page cache first.
+        cold: Whether to drop the files from the page cache first.
     """
     if cold:
         _drop(folder)
@@ -173,7 +172,7 @@ def load(folder: Path, readers: int, cold: bool = False) -> dict[str, Any]:
         write_folder(Path(small), 1, sparse=True, **SMALL)
         jax.block_until_ready(huggingface_checkpoint.load(small, readers=readers)[1])
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begun, total = time.perf_counter(), 0
 
     def on_progress(done: int, of: int) -> None:
@@ -200,7 +199,7 @@ def load(folder: Path, readers: int, cold: bool = False) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int:
-    """Bytes of this process, by the name that Linux gives them."""
+    """Bytes of a field of this process in /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -1,13 +1,13 @@
-"""The time that parsing thoughts and tool calls adds between tokens, with many streams at once.
+"""The time that parsing of reasoning and tool calls adds between tokens, with many streams.
 
     python -m scripts.time_parsing [RESULT.json] [--streams N]
 
-Each stream gets a token of about four characters per step, at a place of its own in a message of
-thoughts, text and a long call. A step's time is that of all parsers together, since one loop serves
-all streams: its last stream waits for the others. Steps are equal in each run, and the least CPU
-time of several runs counts, since other programs' work lies on a single one. The result has
-percentiles over steps in milliseconds, of the parsers and of plain events without a parser, and
-their difference.
+Each stream gets a token of about four characters per step, each at a different position in a
+message of reasoning, text and a long call. A step's time is that of all parsers together: one loop
+serves all streams, so the last stream waits for the others. Steps are the same in each run, and the
+minimum CPU time over several runs counts, because other programs disturb single runs. The result
+contains percentiles over steps in milliseconds, for the parsers and for plain events without a
+parser, and their difference.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def message(name: str) -> str:
 
 
 class PlainEvents:
-    """No parser: each piece is content."""
+    """A stand-in without parsing: each piece of text is content."""
 
     def feed(self, text: str) -> list[ContentDelta]:
         return [ContentDelta(text)]
@@ -57,7 +57,7 @@ class PlainEvents:
 def step_times(
     text: str, streams: int, make: Callable[[], MessageParser | PlainEvents]
 ) -> list[float]:
-    """CPU seconds of each step, sorted; each is the least of several runs of equal steps."""
+    """Sorted CPU seconds of the steps; each is the minimum over several runs of the same step."""
     luck, tokens = random.Random(0), list[str]()
     while text:
         length = luck.choice((1, 2, 3, 4, 5, 6, 7))

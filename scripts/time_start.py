@@ -1,11 +1,12 @@
-"""How long the server takes to be ready, with kept executables and without, and its first token.
+"""Times the server's start with and without cached executables, and its first token.
 
     python -m scripts.time_start RESULT.json [--random MODEL] [-- OPTIONS OF SERVE]
 
-It starts `python -m jaxattn.serve --port` twice: with an empty folder of executables, then with
-what the first start left. In between it sends prompts of 1,000 tokens one at a time, and pairs of
-prompts that share their first tokens. The embedded model takes bytes as tokens. With --random it is
-a shipped configuration with random weights, drawn in each start (bench/load/random_server.py).
+The script starts `python -m jaxattn.serve --port` twice: with an empty folder of executables, and
+then with the executables of the first start. In between it sends prompts of 1,000 tokens one at a
+time, and pairs of prompts with a common prefix. The embedded model uses bytes as tokens. With
+--random the model is a shipped configuration with random weights, drawn anew in each start
+(bench/load/random_server.py).
 """
 
 import argparse
@@ -28,12 +29,12 @@ PREFILL = "vllm:request_prefill_time_seconds"
 
 
 class Server:
-    """A server process, as it starts.
+    """A server process, which is ready after construction.
 
     Args:
-        kept: the folder of its executables.
-        options: further options of `serve`.
-        random: a shipped configuration; None serves the embedded model.
+        kept: The folder of its executables.
+        options: Additional options of `serve`.
+        random: A shipped configuration; None serves the embedded model.
     """
 
     def __init__(self, kept: str, options: list[str], random: str | None = None) -> None:
@@ -43,7 +44,7 @@ class Server:
         begin = time.perf_counter()
         given = ["--port", str(self.port), "--compile-cache", kept, *options]
         command = ["jaxattn.bench.load.random_server", random] if random else ["jaxattn.serve"]
-        # An environment's own cache would make the first start a second one.
+        # With a cache from the environment, the first start would already be a cached one.
         environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
         self.process = subprocess.Popen([sys.executable, "-m", *command, *given], env=environment)
         while not self._ready():
@@ -60,7 +61,7 @@ class Server:
             return False
 
     def ask(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
-        """An answer, whose headers have come."""
+        """Sends a request and returns the response once its headers have arrived."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         text = None if body is None else json.dumps(body)
         connection.request(method, path, body=text, headers={"content-type": "application/json"})
@@ -79,7 +80,7 @@ class Server:
         return seconds
 
     def prefill_seconds(self) -> tuple[float, float]:
-        """(their sum, how many) of all prompts so far."""
+        """(sum of the prefill seconds, number) of all prompts so far."""
         text = self.ask("GET", "/metrics").read().decode().splitlines()
         total, count = (
             next(float(line.split()[-1]) for line in text if line.startswith(f"{PREFILL}_{part}{{"))
@@ -100,7 +101,7 @@ def text_of(draw: random.Random, length: int) -> str:
 
 
 def first_tokens(server: Server, requests: int, prefix_tokens: int) -> dict[str, float]:
-    """Milliseconds, of an idle server."""
+    """Times to the first token on an idle server, in milliseconds."""
     draw = random.Random(1)
     for _ in range(5):
         server.first_token(text_of(draw, 1000))

@@ -3,14 +3,13 @@
     python -m scripts.train_tiny --minutes 8 --out jaxattn/models/embedded/tiny  # on an H200
     python -m scripts.train_tiny --eval --out jaxattn/models/embedded/tiny       # bits per byte
 
-What is read: every *.py of the running interpreter's standard library (or of `--corpus DIR`, a copy
-of such a folder), without third-party packages, files that are mostly numbers (code tables and the
-like) and the modules in `HELD_OUT`, which are kept apart whole, with their tests. CPython's own
-test suite is twice as large as the library and reads differently, so it has a fixed share of the
-crops where it is installed.
+The corpus consists of every *.py of the running interpreter's standard library (or of `--corpus
+DIR`, a copy of such a folder). It excludes third-party packages, files that are mostly numbers
+(code tables and the like) and the modules in `HELD_OUT` with their tests. CPython's own test suite
+is twice as large as the library and reads differently. So, where it is installed, a fixed share of
+the crops comes from it.
 
-The learning rate follows the elapsed share of the budget, in steps or in minutes, and is zero at
-its end.
+The learning rate follows the elapsed share of the budget, in steps or in minutes, and ends at zero.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from jaxattn.models.checkpoint import native_format
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 
-# Top-level modules that training never sees: parsers, formats, arithmetic, scheduling, text.
+# Top-level modules that are not trained on: parsers, formats, arithmetic, scheduling, text.
 HELD_OUT = (
     "argparse",
     "bisect",
@@ -56,7 +55,7 @@ HELD_OUT = (
     "tomllib",
 )
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "pydoc_data", "data", "__pycache__"}
-# Above this share of digits and escapes a file is a table: encodings, entities, test vectors.
+# A file with a larger share of digits and escapes is a table: encodings, entities, test vectors.
 MOST_DIGITS = 0.12
 LIBRARY_SHARE = 0.6  # of the crops; the rest come from the test suite
 BOUNDARY = 0  # begins and ends every file
@@ -83,10 +82,10 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(root: Path) -> Corpus:
-    """Reads a standard library folder, sorted by name, so that a run can be repeated.
+    """Reads a standard library folder in sorted order, so that runs are repeatable.
 
     Raises:
-        SystemExit: the folder holds no library or none of the held-out modules.
+        SystemExit: the folder contains no library or none of the held-out modules.
     """
     library, tests, held_out = [bytes([BOUNDARY])], [], {}
     for path in sorted(root.rglob("*.py")):
@@ -124,10 +123,10 @@ def _is_table(text: bytes) -> bool:
 def windows(
     files: dict[str, bytes], window: int, stride: int, batch: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(tokens [batch, window + 1], scored [batch, window]); every byte is scored once.
+    """Yields (tokens [batch, window + 1], scored [batch, window]); every byte is scored once.
 
-    A file's first window scores all of it; each later one starts `stride` bytes further and scores
-    its last `stride` bytes, which see at least `window - stride` bytes before them.
+    A file's first window scores all of it. Each later one starts `stride` bytes further and scores
+    its last `stride` bytes, with at least `window - stride` bytes of context.
     """
     tokens, scored = [], []
     for text in files.values():
@@ -150,7 +149,7 @@ def windows(
 
 
 def byte_bits(config: HybridConfig, params: nnx.State, tokens: Array) -> Array:
-    """Bits of each byte after the first, float32 [B, T] for tokens [B, T + 1]."""
+    """Bits of each byte after the first, float32 [B, T], for tokens [B, T + 1]."""
     model = Hybrid(config).bind(params)
     tokens = tokens.astype(jnp.int32)
     logits = model(tokens[:, :-1])
@@ -175,7 +174,7 @@ class Evaluation:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _scored_bits(config: HybridConfig, params: nnx.State, tokens: Array, scored: Array) -> Array:
-    """Of all scored bytes; compiled once for a configuration and its shapes."""
+    """The total bits of all scored bytes; compiled once per configuration and shape."""
     return jnp.sum(jnp.where(scored, byte_bits(config, params, tokens), 0))
 
 
@@ -183,7 +182,7 @@ class Training:
     """AdamW on random crops: `steps_per_call` optimizer steps in one compiled scan."""
 
     def __init__(self, config: HybridConfig, corpus: Corpus, args: argparse.Namespace):
-        # Float32 masters; the products round them to the compute dtype.
+        # Float32 master weights; the products round them to the compute dtype.
         self.config = dataclasses.replace(config, param_dtype="float32")
         self._args = args
         self._data = jnp.asarray(corpus.data)
@@ -202,7 +201,7 @@ class Training:
         return self.state[0]
 
     def __call__(self, call: int, begin: float, end: float) -> np.ndarray:
-        """One call's steps, from `begin` to `end` of the budget; bits per byte [steps]."""
+        """Runs a call's steps, from `begin` to `end` of the budget; returns bits per byte."""
         key = jax.random.fold_in(jax.random.key(self._args.seed + 1), call)
         self.state, bits = self._call(self.state, self._data, key, begin, end)
         return np.asarray(bits)
@@ -224,13 +223,13 @@ class Training:
         return lax.scan(step, state, jnp.arange(count))
 
     def _rate(self, progress: Array) -> Array:
-        """Warm-up, then a straight line to zero."""
+        """A warm-up, followed by a linear decay to zero."""
         warmup = 0.02
         shape = jnp.minimum(progress / warmup, (1 - progress) / (1 - warmup))
         return self._args.learning_rate * jnp.clip(shape, 0, 1)
 
     def _crops(self, data: Array, key: Array) -> Array:
-        """[B, T + 1] bytes: a library crop or a test crop each."""
+        """[B, T + 1] bytes: each row is a crop of the library or of the tests."""
         batch, length = self._args.batch, self._args.seq_len + 1
         of_library, position = jax.random.uniform(key, (2, batch))
         split, end = self._library_size, data.shape[0]
@@ -244,12 +243,12 @@ class Training:
 
 
 def _decayed(params: nnx.State) -> Any:
-    """Weight decay is for matrices, not for norms and the gates' rates and biases."""
+    """A mask for weight decay: only matrices, not norms or the gates' rates and biases."""
     return jax.tree.map(lambda leaf: leaf.size > 4096, params)
 
 
 def train(args: argparse.Namespace, config: HybridConfig, corpus: Corpus) -> None:
-    """Trains, prints a line a call, and leaves the model and its card in `args.out`."""
+    """Trains, prints a line per call, and writes the model and its card to `args.out`."""
     began = time.monotonic()
     training = Training(config, corpus, args)
     evaluation = Evaluation(training.config, corpus.held_out, args.seq_len, args.eval_batch)
@@ -267,11 +266,11 @@ def train(args: argparse.Namespace, config: HybridConfig, corpus: Corpus) -> Non
             end = min((steps + args.steps_per_call) / args.steps, 1.0)
         else:
             left = args.minutes * 60 - (call_began - began)
-            # The last call is the one after which no other would fit.
+            # The last call is the one that leaves no time for another.
             end = 1.0 if left < 2 * per_call else progress + (1 - progress) * per_call / left
         bits = training(steps // args.steps_per_call, progress, end)
         now = time.monotonic()
-        # The first call compiles: its time says nothing, and until one is known the schedule waits.
+        # The first call compiles, so its time is not used, and the schedule waits for the next.
         per_call = now - call_began if steps else 0.0
         steps += len(bits)
         progress = end
@@ -297,7 +296,7 @@ def save(args: argparse.Namespace, config: HybridConfig, params: nnx.State) -> N
 
 
 def evaluate(args: argparse.Namespace, corpus: Corpus) -> str:
-    """The saved model's held-out bits per byte, as a line."""
+    """A line with the saved model's held-out bits per byte."""
     config, params = native_format.load(args.out)
     evaluation = Evaluation(config, corpus.held_out, args.seq_len, args.eval_batch)
     return (

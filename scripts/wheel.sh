@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the sdist and the wheel, checks what an index would show of them, and uses the wheel outside of
-# the checkout: its import, its commands, an example, a test.
+# Builds the sdist and the wheel, checks their metadata for an index, and uses the wheel outside the checkout:
+# its import, its commands, an example, a test.
 #
-#     bash scripts/wheel.sh            # the wheel's dependencies are installed too, which takes minutes
-#     bash scripts/wheel.sh PYTHON     # ... are those that PYTHON's environment has
+#     bash scripts/wheel.sh            # installs the wheel's dependencies, which takes minutes
+#     bash scripts/wheel.sh PYTHON     # uses the dependencies in PYTHON's environment
 #
-# The Python needs `build`, `hatchling` and `twine`, which the extra `release` brings; with PYTHON also pytest,
-# which the extra `test` brings.
+# The Python needs `build`, `hatchling` and `twine` from the extra `release`; PYTHON also needs pytest from the
+# extra `test`.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${1:-python3}

@@ -1,4 +1,4 @@
-"""GPU tests run on a Hopper GPU and are skipped, with the reason, anywhere else."""
+"""Settings of the suite. GPU tests need a Hopper GPU, and are skipped without one."""
 
 import contextlib
 import gc
@@ -11,29 +11,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Two workers and some fifty processes import the package: each would compile its 660 modules.
+# Two workers and about fifty processes import the package; without .pyc files, each compiles it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-# A job in the background ignores Ctrl-C, and so would every process that it starts.
+# A background job ignores Ctrl-C, and so would every process that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The interpreter's GPU threads wait for one another in callbacks, each on a thread of XLA's pool:
-# with fewer threads in the pool than wait, nobody goes on. XLA reads this when JAX starts.
+# The interpreter's GPU threads wait for each other in callbacks, each on a thread of XLA's pool. If
+# more of them wait than the pool has threads, they deadlock. XLA reads this when JAX starts.
 os.environ.setdefault("PJRT_NPROC", "16")
-# Of a GPU take what is needed only: other processes of the suite run beside this one.
+# Allocate only what is needed of a GPU, because other processes of the suite share it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# OpenBLAS's threads wait in a loop, and take the time of those that work.
+# OpenBLAS's threads wait in a busy loop, which takes CPU time from working threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# XLA:CPU compiles a fusion by a pipeline of MLIR passes, which is half of what compiling a test
-# takes; the emitters of LLVM code that came before it need a tenth of that.
+# XLA:CPU compiles a fusion by a pipeline of MLIR passes, which takes half of a test's compile time;
+# the older emitters of LLVM code take a tenth of that.
 _GIVEN = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true "
     f"--xla_cpu_parallel_codegen_split_count=1 {_GIVEN}"
 )
 
-# filelock, which the hub's client imports, hears each audit event of Python from then on, and each
-# id() and each frame that JAX looks up is one: a hundredth of the time. No test forks with a lock.
+# filelock, which the hub's client imports, installs an audit hook. Python then calls it for each
+# id() and each frame that JAX looks up: 1% of the time. No test forks with a lock.
 _add_hook, sys.addaudithook = sys.addaudithook, lambda _: None
 with contextlib.suppress(ImportError):
     import filelock  # noqa: F401
@@ -52,20 +52,20 @@ from tests.helpers.executables import (  # noqa: E402
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
-# Of each operation JAX notes where in the source it comes from, ten callers deep; no test reads it,
-# and the suite takes a tenth less time without.
+# JAX records the source location of each operation, ten callers deep. No test reads the callers,
+# and without them the suite takes 10% less time.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 if jax.default_backend() == "cpu":
-    # Without it LLVM optimizes at length what runs once.
+    # Otherwise LLVM spends a long time on optimizing code that runs once.
     jax.config.update("jax_disable_most_optimizations", True)
     leave_out_locations()
     keep_freed_memory()
     use_numpy_moves()
 use_numpy_callbacks()
 share_executables()
-# All of it is read once, and most of it stays.
+# The collector needs to look at imported objects only once, because most of them stay.
 gc.set_threshold(1_000_000, 20, 20)
-# XLA has read them: a process that a test starts is compiled as users compile it.
+# XLA has read the flags, so a process that a test starts compiles with the user's flags.
 os.environ["XLA_FLAGS"] = _GIVEN
 
 
@@ -84,13 +84,16 @@ def _is_interpreted(item: pytest.Item) -> bool:
     return callspec is not None and "mosaic_gpu_interpret" in callspec.params.values()
 
 
-SAMPLE = 40  # of the cases of a test that is `sampled`, one in so many runs without --slow
+SAMPLE = 40  # a `sampled` test runs one in this many of its cases without --slow
 
 
 def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What is marked `slow`, and most cases of what is `sampled`: all but the first of each
-    implementation and one in `SAMPLE` others. A case stays in the sample, or out of it, whichever
-    others there are. A GPU takes seconds for all of them."""
+    """The cases marked `slow`, and most cases of `sampled` tests.
+
+    A sampled test keeps the first case of each implementation, and one in `SAMPLE` others. Whether
+    a case is in the sample does not depend on the other cases. Cases for a GPU are never left out,
+    because a GPU runs all of them in seconds.
+    """
     found, begun = set(), set()
     for item in items:
         if item.get_closest_marker("gpu"):
@@ -107,13 +110,13 @@ def _left_to_slow(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def why_slow(item: pytest.Item) -> str | None:
-    """What a slow case finds and who finds it too; None where no marker says it."""
+    """The reason of a slow case: what it finds, and what else finds it; None without a reason."""
     marks = (*item.iter_markers("slow"), *item.iter_markers("slow_cases"))
     return next((mark.kwargs["reason"] for mark in marks if mark.kwargs.get("reason")), None)
 
 
 def _print_reasons(items: list[pytest.Item]) -> None:
-    """A row of a Markdown table for each test with slow cases."""
+    """Prints a row of a Markdown table for each test with slow cases."""
     tests: dict[tuple[str, str | None], int] = {}
     for item in filter(lambda item: item.get_closest_marker("slow"), items):
         row = item.nodeid.partition("[")[0], why_slow(item)
@@ -123,7 +126,7 @@ def _print_reasons(items: list[pytest.Item]) -> None:
         print(f"| `{test}` | {cases} | {reason} |")
 
 
-# Of all that was collected: what slow cases say, and which say nothing.
+# The reasons of all collected slow cases, and the cases without one.
 REASONS: set[str] = set()
 WITHOUT_REASON: list[str] = []
 
@@ -142,8 +145,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--slow-reasons"):
         _print_reasons(items)
         items.clear()
-    # What is marked for a GPU is no work for the interpreter, which wants a CPU: beside a GPU its
-    # threads have been seen to wait for one another for ever.
+    # Cases marked for a GPU are not for the interpreter, which needs a CPU: next to a GPU, its
+    # threads have been seen to deadlock.
     none = [item for item in items if item.get_closest_marker("gpu") and _is_interpreted(item)]
     if none:
         config.hook.pytest_deselected(items=none)
@@ -153,12 +156,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if slow:
             config.hook.pytest_deselected(items=list(slow))
             items[:] = [item for item in items if item not in slow]
-    # What fills the whole GPU from a process of its own, before this one holds any of it.
+    # Tests that fill the whole GPU from a process of their own run first, while this one holds
+    # none.
     items.sort(key=lambda item: item.get_closest_marker("whole_gpu") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing_hopper() if marked else None
     if reason and _asks_for_all(config):
-        # A skip is reported three times to pytest-xdist's controller: four milliseconds each.
+        # pytest-xdist reports a skip to its controller three times, which takes 4 ms each.
         config.hook.pytest_deselected(items=marked)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     elif reason:
@@ -167,30 +171,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _asks_for_all(config: pytest.Config) -> bool:
-    """Whether the command names no test, folder or marker."""
+    """Whether the command selects no test, folder or marker."""
     options = config.option
     return not (options.file_or_dir or options.keyword or options.markexpr or options.slow)
 
 
 def pytest_collection_finish() -> None:
-    # Modules and collected tests stay: the garbage collector need not look through them again.
+    # Modules and collected tests stay alive, so the garbage collector can skip them.
     gc.collect()
     gc.freeze()
-    # What JAX traces lives on: to look through it every 100,000 objects took a twentieth of the
-    # time. On a GPU what waits for the collector may hold memory that other processes want.
+    # JAX's traces stay alive too: looking at them after every 100,000 objects took 5% of the time.
+    # On a GPU, garbage may hold memory that other processes need.
     cpu = jax.default_backend() == "cpu"
     gc.set_threshold(*((1_000_000, 20, 20) if cpu else (10_000, 20, 20)))
 
 
-# Seconds of CPU time of one test with its fixtures. An engine of a file's own takes up to 13 s, and
-# other programs make that half as much again, whatever they do to the clock. Virtual machines with
-# two cores differ by a factor of two.
+# Limit in seconds of CPU time for a test with its fixtures. An engine for one file takes up to 13
+# s, and other programs add up to half of that, even to CPU time. Virtual machines with two cores
+# differ by a factor of two.
 MOST_TEST_SECONDS = 80
 _BEGUN = pytest.StashKey[float]()
 
 
 def too_slow(seconds: float, markers: set[str]) -> str | None:
-    """What a test that took so many seconds of CPU time is told, or None."""
+    """The failure message of a test that took this much CPU time, or None."""
     if seconds <= MOST_TEST_SECONDS or markers & {"gpu", "large", "slow"}:
         return None
     return (
@@ -216,15 +220,15 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     return result
 
 
-# Seconds of CPU time that the suite is meant to take at most: eight minutes on two cores.
+# Target for the CPU seconds of the whole suite: eight minutes on two cores.
 MOST_CPU_SECONDS = 900
 _WORKERS_SECONDS: list[float] = []
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    end_virtual_devices()  # so that its time counts
+    end_virtual_devices()  # so that their time counts
     output = getattr(session.config, "workeroutput", None)
-    if output is not None:  # of pytest-xdist: this is a worker, and tells its controller
+    if output is not None:  # this is a worker of pytest-xdist, which reports to its controller
         output["cpu_seconds"] = sum(os.times()[:4])
 
 
@@ -236,7 +240,7 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """How long the tests took, however busy the machine was."""
+    """Prints the CPU time of the tests, which hardly depends on how busy the machine is."""
     own = os.times()[:2] if _WORKERS_SECONDS else os.times()[:4]
     seconds = sum(own) + sum(_WORKERS_SECONDS)
     line = f"CPU time: {seconds:,.0f} s"
@@ -251,29 +255,30 @@ def pytest_terminal_summary(
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_garbage_to_look_through(request: pytest.FixtureRequest) -> None:
-    """What earlier files left in JAX's caches stays: collections in tests take a second less.
+    """Excludes objects that earlier files left in JAX's caches from collections in tests.
 
-    Gigabytes are there in the end, and tests collect to see that memory comes back: those of files
-    that have `gc`. Before others there is nothing to gain, and this takes a tenth of a second.
+    These objects take gigabytes in the end. Files that import `gc` collect garbage to check that
+    memory is freed, and this fixture saves them a second. It takes a tenth of a second, so other
+    files do without it.
     """
     if "gc" in vars(request.module):
         gc.collect()
         gc.freeze()
 
 
-# A process may have 65,530 mappings (Linux's vm.max_map_count), a program of XLA:CPU takes up to
-# twelve, and XLA ends the process where one more is refused.
+# A process may have 65,530 mappings (Linux's vm.max_map_count). A program of XLA:CPU takes up to
+# twelve, and XLA ends the process if one more is refused.
 MOST_MAPPINGS = 40_000
 MAPPINGS = Path("/proc/self/maps")
-# To count them takes some ten milliseconds. In so many seconds of CPU time a thousand programs are
-# compiled.
+# Counting takes about ten milliseconds. JAX compiles about a thousand programs in this many seconds
+# of CPU time.
 BETWEEN_COUNTS = 15
 _COUNTED = [0.0]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _mappings_for_more_programs() -> None:
-    """Lets JAX forget its programs before there are too many. What is used again is traced."""
+    """Clears JAX's caches before there are too many mappings; programs in use are traced again."""
     global MOST_MAPPINGS
     if time.process_time() < _COUNTED[0] + BETWEEN_COUNTS:
         return
@@ -299,13 +304,13 @@ def _use_lazy_steps(request: pytest.FixtureRequest, lazy: bool) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _lazy_steps(request: pytest.FixtureRequest) -> None:
-    """Of files that are marked `lazy_steps`; see tests/helpers/lazy_steps.py."""
+    """Enables lazy steps for files marked `lazy_steps`; see tests/helpers/lazy_steps.py."""
     _use_lazy_steps(request, request.node.get_closest_marker("lazy_steps") is not None)
 
 
 @pytest.fixture
 def lazy_steps(request: pytest.FixtureRequest) -> Iterator[None]:
-    """For single tests of other files."""
+    """Enables lazy steps for single tests of other files."""
     _use_lazy_steps(request, True)
     yield
     _use_lazy_steps(request, False)
@@ -315,7 +320,7 @@ def lazy_steps(request: pytest.FixtureRequest) -> Iterator[None]:
 def untraced_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans count the same bytes of temp for each step, for tests that read a plan's other lines.
 
-    To trace the steps of a published model takes a second of CPU time.
+    Tracing the steps of a published model takes a second of CPU time.
     """
     from jaxattn.engine.startup.executable_memory import ExecutableMemory
     from jaxattn.plan import device_plan
@@ -332,5 +337,5 @@ def locations() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `-n auto`: a GPU has room for one process, and four take some 3 GB each of a CPU's."""
+    """The workers of `-n auto`: a GPU has room for one process, and a CPU's four take 3 GB each."""
     return 0 if jax.default_backend() == "gpu" else min(os.cpu_count() or 1, 4)

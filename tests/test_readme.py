@@ -27,7 +27,7 @@ def test_it_runs(number, capsys):
 
 
 def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 160
 
 
 def test_its_two_commands_are_where_ci_finds_them():
@@ -48,7 +48,7 @@ def test_its_two_commands_are_where_ci_finds_them():
     assert marked.startswith("```\npython3 -m pip install '.[test]' && python3 -m pytest ")
 
 
-def test_its_picture_its_table_and_the_losses_are_there():
+def test_its_picture_and_its_tables_are_there():
     [picture] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
     assert (ROOT / picture).stat().st_size > 1000
-    assert re.findall(r"<!-- table: (\w+) -->", TEXT) == ["claims", "losses"]
+    assert re.findall(r"<!-- table: (\w+) -->", TEXT) == ["claims", "vllm"]

@@ -1,1 +1,1 @@
-"""`python -m jaxattn.bench`: what the kernels and the whole step reach on this GPU."""
+"""`python -m jaxattn.bench`: benchmarks of kernels, decode steps and whole models."""

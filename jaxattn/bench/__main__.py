@@ -2,31 +2,32 @@
 
     mla, mla-prefill       MLA, decode and prefill
     mla-index              the indexer of DeepSeek Sparse Attention, with its top k
-    mla-sparse             MLA attention to the positions that it chose
+    mla-sparse             MLA attention to the positions that the indexer chose
     gqa, gqa-prefill       grouped-query attention, decode and prefill
     gdn, kda               the gated delta rule and Kimi's, decode and prefill
-    moe, moe-cuts          a layer of experts, and each way to cut its kernels
+    moe, moe-cuts          an MoE layer, and each tile configuration of its kernels
     train                  ops and layers with their gradients
     step                   a decode step of a few layers
-    plot                   draws a stored run: plot RUN.json --plot FILE.png
+    plot                   a plot of a stored run: plot RUN.json --plot FILE.png
 
-These have options of their own, which `python -m jaxattn.bench WHAT --help` shows:
+The following have options of their own; `python -m jaxattn.bench WHAT --help` shows them:
 
     model                  a whole model with random weights
     parallel               the same on several GPUs
-    collectives            sums over GPUs
+    collectives            all-reduces over GPUs
     long-row               attention of one long row over GPUs
     dense                  the dense products of a decode step
-    host                   what the engine's host adds to a step
-    quality                perplexity of a text, for each format of the cache
-    offline                whole requests through the engine, beside vLLM
-    serve                  a server under load, beside vLLM's
+    host                   the host time that the engine adds to a step
+    quality                perplexity of a text, for each cache format
+    offline                whole requests through the engine, compared with vLLM
+    serve                  a server under load, compared with vLLM's
     compare                two stored runs side by side
 
-`us` or `ms` is GPU time of an op's kernels, from a profile, and `xla us` XLA's. `call us` is a
-call's share of a loop of calls. FlashMLA, FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA
-have both times too, where they are installed. Every row says what fraction its `us` is of what a
-burst of copies, reads and products reaches in the same run.
+`us` or `ms` is the GPU time of an op's kernels, from a profile, and `xla us` that of XLA's kernels.
+`call us` is the time per call in a loop of calls. The bench takes both times of FlashMLA,
+FlashAttention-3, FlashInfer, FlagGems, FLA and FlashQLA too, where they are installed. Each row
+gives the rate of its `us` as a fraction of the peak rate of a burst of copies, reads and products
+in the same run.
 """
 
 import argparse
@@ -91,11 +92,11 @@ MODULES: dict[str, list[Any]] = {
     "moe-cuts": [moe_tile_configs],
     "train": [op_gradients, layer_gradients],
 }
-# What has baselines: times of other libraries.
+# The benches that also time other libraries (baselines).
 COMPARED = ("mla", "mla-prefill", "mla-sparse", "gqa", "gqa-prefill", "gdn", "kda", "train")
-BASELINES = Path(__file__).with_name("baselines")  # of a checkout alone
-Times = dict[str, dict[str, float]]  # seconds of baselines, by column and shape
-# What has options of its own: (argv after its name, the program's name) -> exit code.
+BASELINES = Path(__file__).with_name("baselines")  # exists only in a checkout
+Times = dict[str, dict[str, float]]  # seconds of the baselines, by column and shape
+# Subcommands with options of their own: (argv after the subcommand, program name) -> exit code.
 COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "model": command.main,
     "parallel": parallel_decode.main,
@@ -114,7 +115,7 @@ WHATS = (*MODULES, "step", "plot")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The options of what has no command of its own; ends with a message where they do not fit."""
+    """Parses the options of the benches in `WHATS`; exits with a message if they do not fit."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description=__doc__,
@@ -164,7 +165,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends with a message where options do not fit, before all the measuring."""
+    """Exits with a message if the options do not fit, before anything is measured."""
     if args.what not in WHATS:
         named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
         parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
@@ -198,7 +199,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             )
     check_files(parser, args)
     if args.what != "plot" and not args.small:
-        # Peers run in processes of their own, and need memory too. Read when the backend starts.
+        # Baselines run in their own processes and need memory too. The backend reads this as it
+        # starts.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if jax.default_backend() != "gpu":
             parser.error(
@@ -213,12 +215,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def spelled(label: str) -> str:
-    """A shape's name without spaces, as `--only` and its message have it."""
+    """The name of a shape with colons instead of spaces, as `--only` spells it."""
     return label.strip().replace(" ", ":")
 
 
 def known(module: Any, small: bool) -> dict[str, Any]:
-    """All shapes of a module by their names."""
+    """All shapes of a module, by name."""
     shapes = module.SMALL_SHAPES if small else module.SHAPES + module.MORE_SHAPES
     return {spelled(" ".join(module.label(shape).values())): shape for shape in shapes}
 
@@ -237,14 +239,17 @@ def shapes_of(module: Any, args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def baselines() -> tuple[ModuleType, ModuleType]:
-    """Those in PyTorch, and those by jax-triton. A wheel has neither."""
+    """The modules of the PyTorch and the jax-triton baselines, which a wheel does not contain."""
     from jaxattn.bench.baselines import jax_triton_baselines, torch_runner
 
     return torch_runner, jax_triton_baselines
 
 
 def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, Times]:
-    """The peers' times by module, before JAX takes memory; what was used is one of the facts."""
+    """Returns the baselines' times by module; adds their versions to `facts` as "peers".
+
+    Runs before JAX takes memory.
+    """
     if args.what not in COMPARED:
         return {}
     times = {}
@@ -265,7 +270,7 @@ def measure_peers(args: argparse.Namespace, facts: dict[str, Any]) -> dict[Any, 
 def measure(
     module: Any, args: argparse.Namespace, facts: dict[str, Any], others: Times
 ) -> Iterator[dict]:
-    """A row for each shape of a module: ours, its shares of the ceilings, the peers."""
+    """Yields a row per shape: our times, their fractions of the peak rates, and the baselines."""
     for shape in shapes_of(module, args):
         xla = not (args.no_peers or args.no_xla or args.implementation == "xla")
         row = module.measure(shape, args.implementation, xla=xla)
@@ -312,7 +317,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Ends as all commands do: see cli/exit_codes.py."""
+    """Runs the command and returns its exit code; see cli/exit_codes.py."""
     return exit_code(PROGRAM, lambda: answer(sys.argv[1:] if argv is None else argv))
 
 
@@ -322,7 +327,7 @@ def answer(given: list[str]) -> int:
     args = parse(given)
     try:
         if args.plot:
-            result_plot.require_matplotlib()  # before all the measuring
+            result_plot.require_matplotlib()  # fail before the measurements
         if args.what == "plot":
             result_plot.save(result_plot.load(args.run), args.plot)
         else:

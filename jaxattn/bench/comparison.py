@@ -1,8 +1,8 @@
-"""`python -m jaxattn.bench compare A.json B.json`: times of two runs, row by row.
+"""`python -m jaxattn.bench compare A.json B.json`: the times of two runs, row by row.
 
-Rows of one name are held together, and B / A is shown of each time: below 1, B is faster. Files of
-different benches, methods, devices, power limits or seeds are refused, since their times say
-nothing about each other.
+The command matches rows by name and prints B / A for each time: below 1, B is faster. It rejects
+files of different benches, methods, devices, power limits or seeds, because their times cannot be
+compared.
 """
 
 import argparse
@@ -17,18 +17,18 @@ from jaxattn.bench.harness.result_tables import show
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS
 from jaxattn.cli.options.parser import ProseHelpFormatter
 
-UNITS = ("us", "ms", "s", "tokens/s", OURS, THEIRS)  # of whole requests, a column says whose it is
+UNITS = ("us", "ms", "s", "tokens/s", OURS, THEIRS)  # request benches name a column by its engine
 
 
 class ComparisonError(Exception):
-    """Two files whose times say nothing about each other; the message says why."""
+    """Raised for two files whose times cannot be compared; the message gives the reason."""
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run that `--json` stored.
+    """Loads a run that `--json` stored.
 
     Raises:
-        ComparisonError: the file cannot be read, or holds no rows or no method.
+        ComparisonError: the file cannot be read, or has no rows or no method.
     """
     try:
         run = json.loads(path.read_text())
@@ -46,7 +46,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def conditions(run: dict[str, Any]) -> dict[str, Any]:
-    """What two runs have to share."""
+    """Returns the fields that two comparable runs share."""
     fields = {name: run.get(name) for name in ("what", "model", "layouts", "device", "seed")}
     method = run["method"] if isinstance(run["method"], dict) else {"name": run["method"]}
     fields |= {f"method: {name}": value for name, value in method.items()}
@@ -54,7 +54,7 @@ def conditions(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Raises ComparisonError, naming each difference, unless the runs may be compared."""
+    """Raises ComparisonError, naming each difference, unless the runs are comparable."""
     ours, theirs = conditions(a), conditions(b)
     different = [
         f"{name}: {ours.get(name)!r} and {theirs.get(name)!r}"
@@ -66,13 +66,13 @@ def check(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 
 def name(row: dict[str, Any]) -> str:
-    """What stands before the first measured number."""
+    """The name of a row: all values before the first measured number."""
     leading = itertools.takewhile(lambda value: not isinstance(value, float), row.values())
     return " ".join(map(str, leading))
 
 
 def compared(a: dict[str, Any], b: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A row for each time that both runs have."""
+    """Yields a row for each time that both runs contain."""
     others = {name(row): row for row in b["rows"]}
     for row in a["rows"]:
         other = others.get(name(row), {})

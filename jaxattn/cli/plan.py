@@ -15,23 +15,14 @@ import jax
 from jaxattn import interrupt
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.contradictions import check_sizes
-from jaxattn.cli.options.parallel_config import read_layout
-from jaxattn.cli.options.parser import (
-    VERSION,
-    HelpFormatter,
-    InputError,
-    OptionParser,
-    add_cache_format,
-    add_dense,
-    add_layout,
-    add_speculation,
-    in_options,
-)
+from jaxattn.cli.options.model_options import add_cache_format, add_dense, add_speculation
+from jaxattn.cli.options.parallel_options import add_layout, read_layout
+from jaxattn.cli.options.parser import VERSION, HelpFormatter, InputError, OptionParser, in_options
 from jaxattn.cli.options.value_types import fraction, size, sizes
 from jaxattn.cli.plan_report import report_plan
 from jaxattn.cli.startup.model_source import is_name, located, one_line, read
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import KNOWN, DeviceError, DeviceMemory, known_device
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
@@ -39,7 +30,8 @@ from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.parallel import Parallel
 from jaxattn.plan import plan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison, of_model, published
-from jaxattn.plan.layout_search import best_layout, group_limits
+from jaxattn.plan.group_device_plan import group_limits
+from jaxattn.plan.layout_search import best_layout
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement
 
 PROGRAM = interrupt.program("plan")

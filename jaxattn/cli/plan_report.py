@@ -4,20 +4,22 @@ import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 from rich.console import Console
 
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.core.dispatch import Refusal
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import device_memory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError
 from jaxattn.models.interface import Model
 from jaxattn.plan import plan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison
 from jaxattn.plan.plan_display import PlanPlotError, print_plan, save_plot
+
+MIB = 2**20
 
 
 def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
@@ -71,6 +73,20 @@ def report_plan(
     if refused is not None:
         raise InputError(in_options(refused))
     return 0
+
+
+def plan_lines(found: MemoryPlan) -> Iterable[str]:
+    """Yields a summary of the memory plan: the total, its parts, the free memory and choices."""
+    yield f"memory plan for {found.title}: {found.total:,} bytes in total"
+    parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in found.items if item.nbytes]
+    yield f"  in MiB: {', '.join(parts)}"
+    left = ""
+    if found.budget is not None and found.reserve is not None:
+        left = f"{found.reserve / MIB:,.2f} MiB of {found.budget.device} stay free; "
+    yield f"  {left}--plan prints every line with its reason"
+    if found.choices:
+        chosen = ", ".join(choice.partition(":")[0] for choice in found.choices)
+        yield f"  chosen: {chosen}"
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from jaxattn.engine.requests.stats import GenerationStats, RequestTimes
 from jaxattn.engine.runtime.gc_pause import gc_paused
 from jaxattn.engine.runtime.thread_guard import EngineBusyError as EngineBusyError
 from jaxattn.engine.startup.engine_build import EngineBuild, prepare
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.parallel import ALONE, Parallel
 

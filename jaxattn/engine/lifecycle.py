@@ -23,20 +23,14 @@ from jaxattn.engine.runtime.thread_guard import ThreadGuard
 from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
+from jaxattn.engine.startup.memory_profiling import check_room, measured_plan, profile_memory
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.engine.startup.warmup import (
-    Allocate,
-    allocate_state,
-    allocator,
-    check_room,
-    measured_plan,
-    profile_memory,
-)
+from jaxattn.engine.startup.warmup import Allocate, allocate_state, allocator
 from jaxattn.engine.startup.weight_buffers import WeightBuffers
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import recurrent
 from jaxattn.engine.steps.step_catalog import entry_points
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan, nbytes_each
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model

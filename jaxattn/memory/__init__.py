@@ -1,1 +1,1 @@
-"""Memory budgets: plan items, engine limits, device memory and bounds on XLA's temp."""
+"""Memory budgets: plan items, device memory and bounds on XLA's temp."""

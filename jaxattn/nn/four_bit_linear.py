@@ -1,8 +1,8 @@
 """Products with matrices that stay 4 bits, as checkpoints publish them.
 
-A weight lies in tiles with its scales (`core.numerics.four_bit_tiles`). For up to 256 tokens a
-kernel reads it where it lies. For more tokens XLA makes a matrix of the compute dtype out of one
-layer's, and multiplies by this.
+A weight is stored in tiles together with its scales (`core.numerics.four_bit_tiles`). For up to 256
+tokens a kernel reads the tiles in place. For more tokens XLA dequantizes one layer's matrix to the
+compute dtype and multiplies by it.
 """
 
 import dataclasses
@@ -23,10 +23,11 @@ from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 
 @dataclasses.dataclass(frozen=True)
 class FourBitLinears(Collection[str]):
-    """The names of linears whose weights are of 4 bits.
+    """The names of linears with 4-bit weights.
 
     Attributes:
-        form: of all of them.
+        names: the names.
+        form: the format of all their weights.
     """
 
     names: tuple[str, ...]
@@ -43,8 +44,10 @@ class FourBitLinears(Collection[str]):
 
 
 class FourBitLinear(Linear):
-    """`Linear` with a weight [out_features, in_features] of 4 bits, uint8 tiles. Differentiable for
-    x."""
+    """`Linear` with a 4-bit weight [out_features, in_features] as uint8 tiles.
+
+    Differentiable in x.
+    """
 
     def __init__(self, *sizes: int, form: FourBitFormat, **options: Any):
         self.form = form
@@ -85,8 +88,10 @@ class FourBitLinear(Linear):
 
 
 def gated_four_bit(x: Float[Array, "*T K"], gate: FourBitLinear, up: FourBitLinear) -> Array | None:
-    """`silu(gate(x)) * up(x)` in one launch and gate's `out_dtype`; None where the kernel does not
-    serve."""
+    """`silu(gate(x)) * up(x)` in one launch, in gate's `out_dtype`.
+
+    None if the kernel does not support the call.
+    """
     if not _served(x, gate, up):
         return None
     one, other = _stacks(gate, up)
@@ -101,13 +106,13 @@ def gated_four_bit(x: Float[Array, "*T K"], gate: FourBitLinear, up: FourBitLine
 
 
 def _stacks(*modules: FourBitLinear) -> list[StackedWeight]:
-    """Where weights lie in stacks; empty if one does not."""
+    """The stacks of the modules' weights; empty if a module has none."""
     weights = [module.in_stack for module in modules if module.in_stack is not None]
     return weights if len(weights) == len(modules) else []
 
 
 def _served(x: Array, *modules: FourBitLinear) -> bool:
-    """Whether the kernel takes x, rounded to the compute dtype, and these weights."""
+    """Whether the kernel supports x, rounded to the compute dtype, and these weights."""
     weights = _stacks(*modules)
     if not weights or weights[0].implementation == "xla" or not x.size:
         return False

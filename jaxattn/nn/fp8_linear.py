@@ -1,8 +1,8 @@
 """Products with matrices that stay FP8, as checkpoints publish them.
 
 A weight is [out_features, in_features] with a float32 scale for each block of 128 x 128. For up to
-256 tokens kernels read it where it lies, a byte for each number. For more tokens XLA makes a matrix
-of the compute dtype out of one layer's, and multiplies by this.
+256 tokens kernels read it in place, one byte per number. For more tokens XLA dequantizes one
+layer's matrix to the compute dtype and multiplies by it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,12 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxattn.core.numerics.fp8_block_scaling import (
-    deinterleave_columns,
-    dequantize,
-    interleave_columns,
-    quantize,
-)
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, quantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns, interleave_columns
 from jaxattn.nn.four_bit_linear import FourBitLinear, FourBitLinears
 from jaxattn.nn.linear import Linear, LinearBias, StackedWeight, added_to, matmul, normal
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer, refusal
@@ -28,7 +24,7 @@ from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 class Fp8Linear(Linear):
     """`Linear` with a weight float8_e4m3fn [out_features, in_features] and its scales.
 
-    The columns are in pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`);
+    The columns are in pairs (`jaxattn.core.numerics.fp8_weight_layout.interleave_columns`);
     `in_features` is a multiple of 16. The scale is float32 [ceil(out_features / 128),
     ceil(in_features / 128)]. Differentiable in x.
     """
@@ -81,11 +77,11 @@ class Fp8Linear(Linear):
 
 
 class ExtraFp8Weights(NamedTuple):
-    """FP8 weights that are in no module, of a launch with an `Fp8Linear`.
+    """FP8 weights outside any module, which share a launch with an `Fp8Linear`.
 
     Attributes:
-        weights, scales: where a decode step finds them.
-        out_dtype: of the products.
+        weights, scales: their stacks.
+        out_dtype: the dtype of the products.
     """
 
     weights: StackedWeight
@@ -96,8 +92,10 @@ class ExtraFp8Weights(NamedTuple):
 def linears_with_extra(
     x: Float[Array, "*T K"] | PendingNorm, module: Linear, beside: ExtraFp8Weights | None
 ) -> tuple[Float[Array, "*T N"], Float[Array, "*T M"]] | None:
-    """The products with a module's weights and those beside it, in one launch; None where the
-    kernel does not serve."""
+    """The products with a module's weights and with `beside`, in one launch.
+
+    None if the kernel does not support the call.
+    """
     if beside is None or not isinstance(module, Fp8Linear):
         return None
     weights, scales = _stacks(module)
@@ -123,8 +121,10 @@ def linears_with_extra(
 
 
 def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | None:
-    """`silu(gate(x)) * up(x)` in one launch and gate's `out_dtype`; None where the kernel does not
-    serve."""
+    """`silu(gate(x)) * up(x)` in one launch, in gate's `out_dtype`.
+
+    None if the kernel does not support the call.
+    """
     if not _served(x, gate, up):
         return None
     (one, other), scales = _stacks(gate, up)
@@ -139,8 +139,7 @@ def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | No
 
 
 def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> Linear:
-    """A linear, with an FP8 weight if its name is among `fp8`, or one of 4 bits if those are
-    `FourBitLinears`."""
+    """A linear, with an FP8 weight if `fp8` contains its name, or 4-bit for `FourBitLinears`."""
     if isinstance(fp8, FourBitLinears) and name in fp8:
         return FourBitLinear(*sizes, form=fp8.form, **options)
     kind = Fp8Linear if name in fp8 else Linear
@@ -148,7 +147,7 @@ def new_linear(fp8: Collection[str], name: str, *sizes: int, **options: Any) -> 
 
 
 def _stacks(*modules: Fp8Linear) -> tuple[list[StackedWeight], list[Array]]:
-    """Where weights lie in stacks, and the stacks of their scales; both empty if one does not."""
+    """The stacks of the modules' weights and of their scales; both empty if a module has none."""
     weights = [module.in_stack for module in modules if module.in_stack is not None]
     scales = [module.scale_in_stack for module in modules if module.scale_in_stack is not None]
     if len(weights) < len(modules) or len(scales) < len(modules):
@@ -157,7 +156,7 @@ def _stacks(*modules: Fp8Linear) -> tuple[list[StackedWeight], list[Array]]:
 
 
 def _served(x: Array, *modules: Fp8Linear) -> bool:
-    """Whether the kernel takes x, rounded to the compute dtype, and these weights."""
+    """Whether the kernel supports x, rounded to the compute dtype, and these weights."""
     weights, _ = _stacks(*modules)
     if not weights or weights[0].implementation == "xla":
         return False

@@ -1,8 +1,9 @@
 """Matrix products of the modules: operands in the compute dtype, sums in float32.
 
-What is added to the residual stream stays float32, and so does the stream, so that devices with
-different summation orders stay close together over many layers. What feeds the next product is
-rounded once to the compute dtype by the product itself, which halves what a decode step writes.
+Products that are added to the residual stream stay float32, like the stream, so that devices with
+different summation orders stay close together over many layers. A product that feeds the next
+product rounds its own result to the compute dtype, which halves the bytes that a decode step
+writes.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
 from jaxattn.core.reverse_mode import in_reverse_mode_only
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features, check_sizes
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.ops.linear.linear import (
@@ -54,7 +55,7 @@ def matmul(
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int], out_dtype=jnp.float32) -> Array:
-    # XLA's default for float32 on a GPU is TF32: a float32 model asked for more than that.
+    # XLA's default for float32 on a GPU is TF32, but a float32 model needs full precision.
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=out_dtype)
@@ -75,7 +76,7 @@ def _matmul_bwd(dtypes, residuals, gradient):
     dtype, _, x_dtype, weight_dtype = dtypes
     x, weight = residuals
     gradient = gradient.astype(dtype)
-    # The product rounds its sums itself, where it can: an array of float32 less.
+    # Where possible, the product itself rounds its sums, which saves a float32 array.
     x_sums, weight_sums = (
         to if to == dtype else jnp.float32 for to in (x_dtype, weight_dtype)
     )  # fmt: skip
@@ -89,18 +90,19 @@ _differentiable = in_reverse_mode_only("matmul", _matmul, forward_over_reverse=T
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackedWeight:
-    """Where a decode step finds a weight of a module.
+    """The stack that contains a module's weight, for a decode step.
 
-    The kernel takes what it serves, and XLA the rest, whatever implementation is named.
+    The kernel multiplies where it supports the call, and XLA otherwise, for any `implementation`.
 
     Attributes:
-        weights: of all layers, [L, in_features, out_features], or [L, H, K, N] of heads.
-        layer: this module's.
-        implementation: of the product.
+        weights: the weights of all layers, [L, in_features, out_features], or [L, H, K, N] per
+            head.
+        layer: this module's layer.
+        implementation: implementation of the product.
     """
 
     weights: Float[Array, "L *H K N"]
-    layer: StackedLayer
+    layer: LayerIndex
     implementation: Implementation | None
 
     def of_heads(
@@ -109,7 +111,7 @@ class StackedWeight:
         turned: tuple[Rotation, RopeConfig] | None = None,
         spare_heads: int = 0,
     ) -> Float[Array, "*T H N"] | None:
-        """`heads_layer` by the kernel, or None where the kernel does not serve."""
+        """`heads_layer` by the kernel, or None if the kernel does not support the call."""
         behind = 0 if turned is None else turned[1].dim
         if self.implementation == "xla" or not heads_serve(x, self.weights, behind):
             return None
@@ -125,7 +127,7 @@ class StackedWeight:
     def serves(
         self, x: Array, dtype: jnp.dtype, *beside: "StackedWeight", gated: bool = False
     ) -> bool:
-        """Whether the kernel takes x, to be rounded to `dtype`, and these weights."""
+        """Whether the kernel supports x, which it rounds to `dtype`, and these weights."""
         if self.implementation == "xla" or self.weights.dtype != dtype:
             return False
         return kernel_serves(x, [each.weights for each in (self, *beside)], gated=gated)
@@ -144,7 +146,7 @@ class Linear(nnx.Module):
             message names the size.
     """
 
-    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    # Maps each parameter that a step reads from a stack to the attribute with its `StackedWeight`.
     stacked: ClassVar[Mapping[str, str]] = {"weight": "in_stack"}
     weight: nnx.Param
 
@@ -192,7 +194,7 @@ class Linear(nnx.Module):
         out_dtypes = [module.out_dtype for module in modules]
         stacks = [each.in_stack.weights for each in biases if each.in_stack is not None]
         of_biases = stacks if stacks and len(stacks) == len(modules) else None
-        left = () if of_biases else biases  # to be added to what a launch gives
+        left = () if of_biases else biases  # for `added_to`, if the launch does not add them
         if of_biases:
             out_dtypes = [each.out_dtype for each in biases]
         if isinstance(x, PendingNorm):
@@ -219,12 +221,12 @@ class Linear(nnx.Module):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearBias:
-    """What is added to the output of a linear, which is float32 by itself.
+    """A bias that is added to the float32 output of a linear.
 
     Attributes:
         numbers: [out_features].
-        in_stack: where a decode step finds them, in [L, out_features].
-        out_dtype: of the sum.
+        in_stack: the stack [L, out_features] that contains it, for a decode step.
+        out_dtype: dtype of the sum.
     """
 
     numbers: Float[Array, "N"]
@@ -235,7 +237,7 @@ class LinearBias:
 def added_to(
     products: Sequence[Float[Array, "*T N"]], biases: Sequence[LinearBias]
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """Products with their biases, or as they are without any."""
+    """Adds the biases, if any, to the products."""
     if not biases:
         return tuple(products)
     pairs = zip(products, biases, strict=True)
@@ -248,14 +250,14 @@ def linears(
     biases: Sequence[LinearBias] = (),
     split: bool = False,
 ) -> tuple[Float[Array, "*T N"], ...]:
-    """`module(x)` for each module, in one launch where weights are in stacks and x has few tokens.
+    """`module(x)` for each module, in one launch if the weights are in stacks and x has few tokens.
 
-    If x is a `PendingNorm`, the launch makes the norm too, where it can. Modules of another kind,
-    such as those with FP8 weights, have a launch of their own.
+    If x is a `PendingNorm`, the launch computes the norm too, if it can. Modules of different
+    classes, such as those with FP8 weights, have separate launches.
 
     Args:
-        biases: one for each module, or none; in the launch of the products where it can be.
-        split: each module has K features of x of its own, in order; x is then an array.
+        biases: one for each module, or none; the launch of the products adds them if it can.
+        split: whether each module has its own K features of x, in order; x is then an array.
     """
     if split:
         return added_to(_split(tokens_of(x), *modules), biases)
@@ -269,12 +271,12 @@ def linears(
         own = [biases[number] for number in numbers] if biases else []
         results = kind.together(x, *ours, biases=own, give=others)
         found |= zip(numbers, results, strict=True)
-        x = tokens_of(x) if others else x  # no other launch makes the norm again
+        x = tokens_of(x) if others else x  # no other launch computes the norm again
     return tuple(found[number] for number in range(len(modules)))
 
 
 def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
-    """`module(part)` for each module and its part of x, in one launch where all are in stacks."""
+    """`module(part)` for each module and its part of x, in one launch if all are in stacks."""
     parts = jnp.split(x, len(modules), axis=-1)
     places = [module.in_stack for module in modules if module.in_stack is not None]
     plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
@@ -291,7 +293,7 @@ def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T 
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float, dtype: DTypeLike) -> Array:
-    """Initial weights: normal, cut at twice its width, of standard deviation `stddev`."""
+    """Initial weights: a normal distribution truncated at twice its width, with this `stddev`."""
     draw = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    # 0.8796: the standard deviation of a unit normal cut at 2.
+    # 0.8796: the standard deviation of a unit normal truncated at 2.
     return (draw * (stddev / 0.8796256610342398)).astype(dtype)

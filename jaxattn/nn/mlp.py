@@ -1,4 +1,4 @@
-"""The gated feed-forward layer of both model families."""
+"""The gated feed-forward layer."""
 
 from collections.abc import Collection
 from functools import partial
@@ -70,10 +70,10 @@ class GatedMLP(nnx.Module):
                     implementation=gate.implementation,
                 )
                 return self.down_proj(hidden)
-            # Rounded here, its gradient is no float32 array.
+            # Rounding here keeps its gradient from being a float32 array.
             return self.down_proj(self._apart(x).astype(self.down_proj.dtype))
 
     def _apart(self, x: Array) -> Array:
-        """`silu(gate) * up` of two products."""
+        """`silu(gate) * up` as two products."""
         weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
         return weights * self.up_proj(x)

@@ -11,25 +11,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.nn.linear import normal
 from jaxattn.nn.mlp import GatedMLP
 from jaxattn.ops.linear.norm_linear import ExpertOutputs, PendingNorm, tokens_of
 from jaxattn.ops.moe.experts import RoutedToken, mixture_of_experts
-from jaxattn.ops.moe.router_logits import (
-    choose_experts,
-    router_products,
-    sum_split_logits,
-    training_logits,
-)
+from jaxattn.ops.moe.router_logits import router_products, sum_split_logits, training_logits
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
-from jaxattn.ops.moe.routing import Router, route_serves
+from jaxattn.ops.moe.routing import Router, choose_experts, route_serves
 
 type WeightFormat = Literal["fp8"] | FourBitFormat
 
@@ -39,11 +34,11 @@ BIASES = ("router_bias", "gate_up_bias", "down_bias")
 
 
 class ExpertShare(NamedTuple):
-    """The experts of one of several GPUs, which are neighbours.
+    """The consecutive experts of one of several GPUs.
 
     Attributes:
-        first: the number of its first routed expert.
-        own_tokens: the tokens whose shared experts it computes, as each GPU has all of those.
+        first: the number of the GPU's first routed expert.
+        own_tokens: the tokens for which this GPU computes the shared experts, which every GPU has.
     """
 
     first: Int[Array, ""] | int
@@ -183,14 +178,14 @@ class MixtureOfExperts(nnx.Module):
                 stacks[name] = stacks[name].astype(self.dtype)
         gate = self.shared_gate[...] if self.has_gate else None
         bias = self.router_bias[...] if self.has_biases else None
-        only = StackedLayer(jnp.int32(0), 1, 0)
+        only = LayerIndex(jnp.int32(0), 1, 0)
         return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate, bias))[0]
 
     def step(
         self,
         x: Float[Array, "*T F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         *,
         valid: Bool[Array, "*T"] | Int[Array, "*T"] | None = None,
         share: ExpertShare | None = None,
@@ -248,7 +243,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         apart: bool,
@@ -269,7 +264,7 @@ class MixtureOfExperts(nnx.Module):
         always: int,
         valid: Array | None,
         biases: Float[Array, "L E"] | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         x: Array | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
@@ -291,7 +286,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         tokens: Float[Array, "1 F"] | PendingNorm,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         valid: Array | None,
         arena: Arena,
         implementation: Implementation | None,
@@ -318,14 +313,14 @@ class MixtureOfExperts(nnx.Module):
         weight = router if gate is None else jnp.concatenate([router, gate], axis=-1)
         tokens = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         if self.dtype == jnp.bfloat16:
-            wide = weight.astype(jnp.float32)  # its gradient is the parameter's dtype again
+            wide = weight.astype(jnp.float32)  # the gradient is cast back to the parameter's dtype
             logits = training_logits(*match_varying_axes((tokens, wide)))
         else:
             logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
     def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
-        """What the shared experts' output is times."""
+        """The factor of the shared experts' output."""
         if not self.has_gate:
             return jnp.ones((len(logits), 1), jnp.float32)
         count = self.config.experts
@@ -338,15 +333,15 @@ class MixtureOfExperts(nnx.Module):
         halves: bool,
         valid: Array | None,
         biases: Array | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         share: ExpertShare,
         implementation: Implementation | None,
     ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """`choose` on one of several GPUs, in the numbers of its own experts."""
+        """`choose` on one of several GPUs; ids are indices of the GPU's own experts."""
         ids, weights, _ = self.choose(
             logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
-        # One launch: those of padding are -1, and the shared experts are behind the routed ones.
+        # `choose` gives padding -1 and puts the shared experts after the routed ones.
         routed, always = ids - share.first, ids - self.config.experts
         own = (routed >= 0) & (routed < self.own_experts)
         last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
@@ -356,7 +351,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x: Array,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         logits: Array,
         halves: bool = False,
         valid: Array | None = None,
@@ -396,7 +391,7 @@ class MixtureOfExperts(nnx.Module):
         return y, arena
 
     def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
-        """Whether one launch has the choice and the shared experts' gate and up."""
+        """Whether one launch supports the choice of experts and the shared experts' gate and up."""
         return supports_fused_router(
             tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always
         )
@@ -408,12 +403,12 @@ class MixtureOfExperts(nnx.Module):
         weights: Array,
         listed: RoutedToken | None,
         stacks: Mapping[str, Array],
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         apart: bool,
         implementation: Implementation | None,
     ) -> tuple[Any, Arena | None]:
-        """What the chosen experts make of the tokens, and the arena."""
+        """The output of the chosen experts, and the arena."""
         down_bias = stacks.get("down_bias")
         if down_bias is not None and self.bias_parts > 1:
             down_bias = down_bias / self.bias_parts
@@ -444,7 +439,7 @@ def stacked_names(
     bias: bool = False,
     biases: bool = False,
 ) -> tuple[str, ...]:
-    """The parameters that a step reads out of a whole stack of layers."""
+    """The parameters that a step reads from the stack of all layers."""
     gate = ("shared_gate",) if shared_gate else ()
     names = ("router", *gate, *(("correction_bias",) if bias else ()), *EXPERTS)
     names = (*names, *BIASES) if biases else names
@@ -454,9 +449,11 @@ def stacked_names(
 def experts_of_shared(
     expert_size: int, shared_size: int, weight_format: WeightFormat | None
 ) -> int:
-    """How many of the stack's experts are shared ones, which every token takes: 0 where their
-    columns are no whole experts', or blocks of FP8 scales would lie across two. Checkpoints of 4
-    bits leave the shared experts in floats."""
+    """The number of shared experts that are stored in the stack, which every token uses.
+
+    It is 0 if `shared_size` is not a whole number of experts, or if blocks of FP8 scales would span
+    two experts. Checkpoints with 4-bit experts store the shared experts as floats, so it is 0 too.
+    """
     if isinstance(weight_format, FourBitFormat):
         return 0
     count, rest = divmod(shared_size, expert_size)

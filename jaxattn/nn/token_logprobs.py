@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for training, with the bits that an engine told of them."""
+"""Log-probabilities of tokens for training, bit for bit equal to those that an engine returned."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def token_logprobs(
 
 @jax.custom_jvp
 def _told(own: Array, scored: Array) -> Array:
-    """What was told where something was, else what was computed."""
+    """`scored` where it is a number, else `own`."""
     return jnp.where(jnp.isnan(scored), own, scored)
 
 

@@ -23,12 +23,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.layer_index import split_layer_index
 from jaxattn.core.validation.array_checks import BoundedLengths
 from jaxattn.kernels.collectives.peer_exchange import supports_exchange
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge
 from jaxattn.ops.collectives.peer_exchange import peer_exchange
-from jaxattn.ops.mla.context_parallel_merge import padded_heads
+from jaxattn.ops.mla.merge_buffer import padded_heads
 from jaxattn.ops.mla.state_merge import merge_attention_states
 from jaxattn.parallel.layout import Parallel
 

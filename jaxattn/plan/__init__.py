@@ -9,8 +9,8 @@ An `Engine` makes the same plan, with XLA's figures of its executables instead o
 from jaxattn.engine.startup.engine_build import check_arguments
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import advice, packed_shapes
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory, known_device
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryBudget as MemoryBudget
 from jaxattn.memory.plan import MemoryPlan as MemoryPlan
 from jaxattn.memory.plan import PlanError as PlanError
@@ -25,7 +25,7 @@ from jaxattn.parallel import Parallel
 from jaxattn.plan.device_plan import DevicePlan
 from jaxattn.plan.layout_search import plan_parallel
 from jaxattn.plan.placement import ModelPlacement
-from jaxattn.plan.plan_check import plan_model
+from jaxattn.plan.plan_advice import plan_model
 
 
 def plan(

@@ -13,15 +13,15 @@ from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
 from jaxattn.engine.startup.limits_search import LimitsChoice
 from jaxattn.engine.startup.memory_plan import check_row, fill, packed_shapes, plan_engine
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, SpeculativeDecodeStep
-from jaxattn.engine.steps.sample_step import SampleStep
+from jaxattn.engine.steps.sampling_steps import SampleStep
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
 from jaxattn.engine.steps.step_interface import EngineStep, sampled_rows
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.param_roles import with_local_heads
 from jaxattn.models.interface import Model
-from jaxattn.models.sharding.partition_rules import with_local_heads
 from jaxattn.plan.estimated_plan import DRIVER
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, weight_items
 from jaxattn.plan.plan_notes import notes, title

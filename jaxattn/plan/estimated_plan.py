@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.startup.memory_plan import arena_item, held_elsewhere
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import CapacitySolution, MemoryBudget, MemoryPlan, PlanItem, solve
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache

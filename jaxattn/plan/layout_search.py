@@ -1,44 +1,20 @@
-"""The plan of each GPU of a layout, as the engine makes it, and the choice of a layout.
-
-All GPUs of a layout run one program with equal shapes, so one plan holds for each. Tracing the step
-of one GPU gives a bound on temp.
-"""
+"""The search for a layout of GPUs in which a model fits, and the checked plan of a layout."""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
-from jaxattn.engine.startup.memory_plan import advice, packed_shapes
+from jaxattn.engine.startup.memory_plan import advice
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryBudget, MemoryPlan, nbytes
-from jaxattn.models.catalog.model_sizes import ModelSizes
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding import divided, layouts
+from jaxattn.models.sharding import layouts
 from jaxattn.parallel import Parallel
-from jaxattn.plan.device_plan import DevicePlan
-from jaxattn.plan.estimated_plan import collectives
+from jaxattn.plan.group_device_plan import group_device_plan, group_limits
 
 MOST_GPUS = 512  # the maximum that advice tries
-# The defaults for a group of GPUs.
-GROUP_BATCH, GROUP_LENGTH, GROUP_CHUNK = 128, 32768, 512
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupDevicePlan(DevicePlan):
-    """The plan of a model on one GPU of a layout, with NCCL's memory next to the driver's.
-
-    Attributes:
-        gpus: The number of GPUs of the layout.
-    """
-
-    gpus: int
-
-    @property
-    def beside(self) -> dict[str, Any]:
-        return {**super().beside, "collectives": collectives(self.gpus)}
 
 
 def plan_parallel(
@@ -54,7 +30,7 @@ def plan_parallel(
         ShardingError: The model does not support this layout.
         PlanError: The plan does not fit, or its cache holds no row at full length.
     """
-    one, own = _one(name, model, memory, limits, parallel)
+    one, own = group_device_plan(name, model, memory, limits, parallel)
 
     def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
         found = advice(one.model, tried, memory, one.params, known, **one.beside)
@@ -85,7 +61,7 @@ def _least_weights(
 ) -> Parallel:
     """Returns the layout with the fewest bytes of weights per GPU."""
     sizes = {
-        parallel: nbytes(_one("", model, memory, limits, parallel)[0].params)
+        parallel: nbytes(group_device_plan("", model, memory, limits, parallel)[0].params)
         for parallel in _possible(model, limits, gpus)
     }
     if sizes:
@@ -94,36 +70,6 @@ def _least_weights(
     more = next((each for n in numbers for each in _possible(model, limits, n)), None)
     there = f"; for {more.gpus} GPUs, use {more.flags}" if more else ""
     raise ValueError(f"{name} has no layout for {gpus} GPUs{there}")
-
-
-def _one(
-    name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
-) -> tuple[DevicePlan, Limits]:
-    own: Any = divided(model.with_cache_format(limits.cache_format, limits.native_layers), parallel)
-    limits = dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
-
-    def dress(made: MemoryPlan, tried: Limits) -> MemoryPlan:
-        pages, groups = tried.pages, parallel.data
-        tokens = pages * tried.page_tokens
-        facts = (
-            ("layout", parallel.flags),
-            ("cache tokens of a data group", f"{tokens:,}"),
-            ("cache tokens in all", f"{tokens * groups:,}"),
-            ("rows at full length", f"{pages // tried.pages_per_row * groups:,}"),
-        )
-        gpus = f"each of {parallel.gpus} GPUs ({parallel.flags})"
-        title = f"{name} on {gpus}, {memory.name}: {tried.batch:,} rows in all"
-        return dataclasses.replace(made, title=title, facts=facts)
-
-    one = GroupDevicePlan(
-        model=own,
-        params=packed_shapes(own),
-        traced=own,
-        memory=memory,
-        dress=dress,
-        gpus=parallel.gpus,
-    )
-    return one, limits
 
 
 def fewest_gpus(
@@ -149,7 +95,7 @@ def layouts_that_fit(
     Only weights and caches count, so that nothing is traced.
     """
     for parallel in _possible(model, limits, gpus):
-        one, own = _one("", model, memory, limits, parallel)
+        one, own = group_device_plan("", model, memory, limits, parallel)
         own = group_limits(model, own)
         own = dataclasses.replace(own, utilization=own.utilization or 0.9, num_pages=None)
         filled = one.filled(own)
@@ -163,23 +109,3 @@ def _possible(model: DecoderModel, limits: Limits, gpus: int) -> Iterator[Parall
         given = (limits.batch, *limits.decode_buckets)
         if "batch" in limits.unset or not any(rows % parallel.data for rows in given):
             yield parallel
-
-
-def group_limits(model: DecoderModel | ModelSizes, limits: Limits) -> Limits:
-    """Fixes the open limits of a group of GPUs, for which no engine chooses them."""
-    batch = max(GROUP_BATCH, 0, *limits.decode_buckets)
-    values: dict[str, Any] = {
-        "batch": -(-batch // limits.groups) * limits.groups,
-        "max_model_len": min(GROUP_LENGTH, model.max_position_embeddings),
-        "prefill_chunk": max(GROUP_CHUNK, 0, *limits.prefill_buckets),
-        "prefill_rows": 1,
-        "checkpoints": 0,
-        "decode_buckets": tuple(limits.decode_buckets),
-        "prefill_buckets": tuple(limits.prefill_buckets),
-    }
-    fixed = {name: value for name, value in values.items() if name in limits.unset}
-    found = dataclasses.replace(limits, **fixed)
-    if "prefill_chunk" not in fixed or found.prefill_buckets:
-        return found
-    chunk = min(found.prefill_chunk, found.max_model_len)
-    return dataclasses.replace(found, prefill_chunk=chunk)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from jaxattn.core.validation.array_checks import is_integer
 from jaxattn.engine.startup import memory_plan
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import PlanItem
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import LayerCache

@@ -10,8 +10,8 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.mla.decode import launch as mla_decode
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
 from jaxattn.kernels.mla.sparse import launch as mla_sparse
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA
 from jaxattn.models.caches.cache_layouts import LatentPages, RecurrentState, SparseLatentPages

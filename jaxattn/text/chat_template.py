@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxattn.text.json_files import TextError
-from jaxattn.text.renderer_process import TemplateRenderer
+from jaxattn.text.renderer_process import RendererProcess
 from jaxattn.text.tokenizer_config import TemplateFile, TokenizerConfig
 
 # The names of a message's reasoning. The first one that is a string counts.
@@ -14,15 +14,15 @@ FINAL = "\u2063<the content of the last message ends here>\u2063"  # for `contin
 
 
 class ChatTemplate:
-    """The templates of a folder, rendered in a separate process by a `TemplateRenderer`."""
+    """The templates of a folder, rendered in a separate process by a `RendererProcess`."""
 
-    def __init__(self, settings: TokenizerConfig, renderer: TemplateRenderer | None = None):
+    def __init__(self, settings: TokenizerConfig, renderer: RendererProcess | None = None):
         self._templates = settings.templates
         self._folder = settings.folder
         self._special: dict[str, Any] = dict(settings.named)
         if settings.more:
             self._special["additional_special_tokens"] = list(settings.more)
-        self._renderer = renderer or TemplateRenderer()
+        self._renderer = renderer or RendererProcess()
 
     def __bool__(self) -> bool:
         """Whether the folder has a template."""

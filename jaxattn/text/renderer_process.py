@@ -24,7 +24,7 @@ FILE = Path(__file__).with_name("template_renderer.py")
 START_SECONDS = 60.0
 
 
-class TemplateRenderer:
+class RendererProcess:
     """A renderer of templates in a separate process, one at a time. It is thread-safe."""
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Calls of every kernel, as one table: op, sizes, dtype and options.
+"""Calls of every kernel in one table: op, sizes, dtype and options.
 
-ops.py has the function and the arrays of each op, case.py what a case is. SMALL are cases that can
-be run, LARGE those of sizes that models have, and single.py has each public op once. The tests of
+ops.py contains the function and the arrays of each op, and case.py defines a case. SMALL are cases
+that can run, LARGE cases of models' sizes, and smoke.py contains each public op once. The tests of
 every kernel and of every op read the same table (tests/helpers).
 """
 

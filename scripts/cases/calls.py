@@ -1,7 +1,7 @@
 """The functions that cases call, by the names of their ops.
 
-An op is called with its arrays by name, the options of the case and `implementation`. Where an
-argument depends on others, such as a schedule or the angles of positions, a function here makes it.
+A case calls an op with arrays by name, the case's options and `implementation`. If an argument
+depends on others, such as a schedule or the angles of positions, a function here computes it.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from jaxattn import gdn, gqa, mla, moe
 from jaxattn.arena import Arena
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.mla import LatentFormat
@@ -24,11 +24,11 @@ from jaxattn.ops.moe.router_shared_experts import router_shared_experts
 
 
 def in_pattern(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An op whose layer is one of a pattern, (period, offset), if it is traced."""
+    """Wraps an op so that `pattern`, (period, offset), makes its layer a `LayerIndex`."""
 
     def call(*arrays: Any, pattern: tuple[int, int] | None = None, **given: Any) -> Any:
         if pattern is not None:
-            given["layer"] = StackedLayer(given["layer"], *pattern)
+            given["layer"] = LayerIndex(given["layer"], *pattern)
         return op(*arrays, **given)
 
     return call
@@ -37,7 +37,7 @@ def in_pattern(op: Callable[..., Any]) -> Callable[..., Any]:
 def mla_decode(
     *, invariant: bool = False, packed: str | None = None, kv_cache: Any, **given: Any
 ) -> Any:
-    """By the schedule that does not depend on the batch, or of a cache that is packed first."""
+    """With the batch-invariant schedule, or over a cache that is packed first."""
     q, tables = given["q"], given["block_tables"]
     if invariant:
         shape: Any = {"q_len": q.shape[1], "num_heads": q.shape[2], "max_pages": tables.shape[1]}
@@ -49,8 +49,7 @@ def mla_decode(
 
 
 def mla_sparse(*, q: Any, packed: str | None = None, kv_cache: Any, **given: Any) -> Any:
-    """Of up to 8 tokens a row a decode step's, of more a chunk's; or of a cache that is packed
-    first, in blocks with scales."""
+    """Decode for up to 8 tokens per row, else prefill; `packed` packs the cache first."""
     if packed:
         kv_cache = LatentFormat(packed).pack(kv_cache)
     op = mla.mla_sparse_decode if q.shape[1] <= 8 else mla.mla_sparse_prefill
@@ -58,7 +57,7 @@ def mla_sparse(*, q: Any, packed: str | None = None, kv_cache: Any, **given: Any
 
 
 def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of a chunked rule's outputs and states, of all its floats."""
+    """Gradients of a chunked rule's outputs and states with respect to all its floats."""
 
     def call(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, **given: Any) -> Any:
         def total(q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any) -> Any:
@@ -71,7 +70,7 @@ def delta_rule_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
-    """Gradients of a convolution of sequences with SiLU, as a delta layer trains it."""
+    """Gradients of a convolution of sequences with SiLU, as in the training of a delta layer."""
 
     def total(x: Any, weight: Any) -> Any:
         (y,) = causal_conv1d_of_segments(x, weight, first, x.shape[-1:])
@@ -81,7 +80,7 @@ def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
 
 
 def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Gradients of the outputs and the LSE, of all floats."""
+    """Gradients of the outputs and the LSE with respect to all floats."""
 
     def call(*, implementation: Any, lengths: Any = None, **given: Any) -> Any:
         static = {
@@ -99,7 +98,7 @@ def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def append_of(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An append; where no angles are given, of two tokens from each row's end, or `positions`."""
+    """An append op; without `rotation`, for `positions` or two tokens from each row's length."""
 
     def call(*, config: RopeConfig, positions: Any = None, **given: Any) -> Any:
         if "rotation" not in given:
@@ -115,8 +114,7 @@ def gqa_append_and_decode(
     *, q: Any, k: Any, v: Any, kv_cache: Any, block_tables: Any, seq_lens: Any, sinks: Any = None,
     window: int | None = None, config: RopeConfig, gated: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """A chunk in each row is cached and attended to what is cached, and then its last two tokens
-    alone."""
+    """Caches a chunk of each row and attends to the cache, then again for its last two tokens."""
     append: Any = gqa.turbo_append if "form" in options else gqa.gqa_append
     attend: Any = gqa.turbo_attention if "form" in options else gqa.gqa_decode
     new, paged = q.shape[1], (block_tables, seq_lens)
@@ -134,7 +132,7 @@ def gqa_append_and_decode(
 
 
 def delta_rule_prefill(op: Callable[..., Any]) -> Callable[..., Any]:
-    """With checkpoints after every so many tokens, and a norm of the output."""
+    """With checkpoints every `tokens` tokens, and a norm of the output."""
 
     def call(
         *, checkpoints: Any = None, tokens: int = 0, gate: Any = None, weight: Any = None,
@@ -150,7 +148,7 @@ def delta_rule_prefill(op: Callable[..., Any]) -> Callable[..., Any]:
 def gated_delta_net_decode(
     *, arena: bool = False, pattern: tuple[int, int] | None = None, **given: Any
 ) -> Any:
-    """With its output in an arena, if it is so wished."""
+    """With its output in an arena, if `arena` is set."""
     batch, q_len, gates = given["ba"].shape
     if arena:
         scratch = gdn.scratch(batch=batch, q_len=q_len, num_v_heads=gates // 2)
@@ -167,7 +165,7 @@ def bare_decode(
 
 
 def gradient_of_experts(*, ids: Any, layer: int, implementation: Any, **given: Any) -> Any:
-    """Of all floats, where all outputs are summed up."""
+    """Gradients of the sum of all outputs with respect to all floats."""
     activation = given.pop("activation", None)
 
     def total(floats: Any) -> Any:
@@ -182,9 +180,9 @@ def shared_experts_and_mixture(
     *, x: Any, halves: Any, bias: Any = None, gate_up: Any, down: Any, valid: Any, always: int,
     router: moe.Router, implementation: Any,
 ) -> Any:  # fmt: skip
-    """A token's router, choice and shared experts, and then the rest of its experts."""
+    """A token's router, choice and shared experts, followed by its other experts."""
     with jax.ensure_compile_time_eval():
-        layer = StackedLayer(jnp.int32(1), 2, 1)
+        layer = LayerIndex(jnp.int32(1), 2, 1)
     spec = moe.scratch(
         tokens=1, top_k=router.top_k + always, experts=gate_up.shape[1], hidden=x.shape[1],
         expert_size=down.shape[-1],
@@ -202,8 +200,8 @@ def shared_experts_and_mixture(
 def normed_linears(
     *, stream: Any, added: Any, norms: Any, layer: Any, weights: Any, **options: Any
 ) -> Any:
-    """A token's residual sum, its norm, and the products that read it, in one launch."""
-    place = StackedLayer(layer, 2, 1)
+    """A token's residual sum, its norm, and the products that read the norm, in one launch."""
+    place = LayerIndex(layer, 2, 1)
     token = PendingNorm(stream, added, norms, layer=place, eps=1e-6, dtype=jnp.bfloat16, **options)
     assert token.serves(weights, place)
     return token.linears(weights, layer=place, out_dtypes=[jnp.bfloat16] * len(weights))
@@ -212,14 +210,14 @@ def normed_linears(
 def normed_fp8_linears(
     *, stream: Any, added: Any, norms: Any, layer: Any, weights: Any, scales: Any
 ) -> Any:
-    """As `linear_fp8_layer`, with a norm that comes before the products."""
+    """Like `linear_fp8_layer`, with a norm before the products."""
     norm = RmsNormPrologueParams(added=added, weights=norms, affine=(2, 1), eps=1e-6)
     out = [jnp.bfloat16] * len(weights)
     return linears_fp8_mosaic(stream, weights, scales, layer=layer, out_dtypes=out, norm=norm)
 
 
 def heads_layer(*, angles: Any = None, **given: Any) -> Any:
-    """With rotated dims behind those that are multiplied, where there are angles."""
+    """With rotated dims after those that are multiplied, if there are angles."""
     config = RopeConfig(dim=64, interleaved=True)
     turned = None if angles is None else (Rotation(angles), config)
     return linear.heads_layer(turned=turned, **given)

@@ -1,4 +1,4 @@
-"""A case: an op with the sizes, dtype and options of a call, and integers where it can be run."""
+"""A case: an op with sizes, dtype and options of a call, and integers if it can run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from scripts.cases.ops import OPS
-from scripts.cases.shapes import Shapes
+from scripts.cases.shape_spec import Shapes
 
-NORMED = ("q", "k", "w_uk", "w_uv", "gate_up", "down", "gate", "up")  # of which products are sums
-CODE = 0x11  # of each byte in a cache of codes
+NORMED = ("q", "k", "w_uk", "w_uv", "gate_up", "down", "gate", "up")  # scaled, as products sum them
+CODE = 0x11  # each byte of a cache of codes
 
 
 def filled(name: str, shape: Any, draw: Callable[..., np.ndarray]) -> np.ndarray:
     """An array of random floats, of codes, or of zeros for an arena; `layer` is 1.
 
     Args:
-        name: of the argument, which decides what values it may have.
-        draw: normal float numbers of a shape.
+        name: The argument's name, which determines its range of values.
+        draw: Draws normal floats of a shape.
     """
     if name == "layer" or name == "arena":
         return np.full(shape.shape, int(name == "layer"), shape.dtype)
@@ -42,7 +42,7 @@ def filled(name: str, shape: Any, draw: Callable[..., np.ndarray]) -> np.ndarray
 
 
 def fill(given: Shapes, values: Mapping[str, Any], draw: Callable[..., np.ndarray]) -> Shapes:
-    """Arrays for shapes: some whose values are given, and the others filled."""
+    """Arrays for shapes: those in `values`, and random ones for the others."""
     return {
         name: np.asarray(values[name], shape.dtype)
         if name in values
@@ -56,12 +56,12 @@ class KernelCase:
     """A call of an op.
 
     Attributes:
-        op: its name in OPS.
-        sizes: that the shapes of its arrays are made of.
-        dtype: of floats.
-        options: of the op, other than arrays.
-        values: of the integer arrays; None where the case is lowered, and not run.
-        bare: whether the op itself is lowered, and no function that calls it.
+        op: The op's name in OPS.
+        sizes: The sizes that determine the shapes of its arrays.
+        dtype: The dtype of floats.
+        options: The op's arguments other than arrays.
+        values: The values of integer arrays; None if the case is lowered but cannot run.
+        bare: Whether to lower the op itself, without a function that calls it by name.
     """
 
     op: str
@@ -72,16 +72,16 @@ class KernelCase:
     bare: bool = False
 
     def shapes(self) -> Shapes:
-        """The shapes of its arrays, by name."""
+        """The shapes of the arrays, by name."""
         return OPS[self.op].shapes(self.dtype, self.sizes)
 
     def arrays(self, seed: int = 0) -> Shapes:
-        """Arrays to run it with, by name, in the host's memory."""
+        """Random arrays to run the case with, by name, in host memory."""
         rng = np.random.default_rng(seed)
         return fill(self.shapes(), self.values or {}, lambda *sizes: rng.normal(size=sizes))
 
     def function(self, implementation: str) -> Callable[..., Any]:
-        """What is to be compiled: it takes the arrays by position."""
+        """The function to compile, which takes the arrays by position."""
         call, options = OPS[self.op].call, dict(self.options)
         if not OPS[self.op].kernel:
             options["implementation"] = implementation
@@ -95,5 +95,5 @@ class KernelCase:
         return op
 
     def launch(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The kernel's function, and shapes for it."""
+        """The function of the kernel, and its shapes."""
         return self.function("mosaic_gpu"), tuple(self.shapes().values())

@@ -1,4 +1,4 @@
-"""Cases of sizes that models have, which are lowered and not run."""
+"""Cases of models' sizes, which are lowered but not run."""
 
 from typing import Any
 
@@ -13,19 +13,19 @@ Heads = tuple[int, int, int]  # (H, Hk, D)
 
 
 def of_heads(heads: Heads) -> dict[str, Any]:
-    """Gated where D is 256, and with sinks where it is 64."""
+    """The sizes of heads, gated if D is 256, and with sinks if it is 64."""
     count, kv_heads, dim = heads
     return {"H": count, "Hk": kv_heads, "D": dim, "sinks": dim == 64, "gate": dim == 256}
 
 
 def decode(rows: int, heads: int) -> KernelCase:
-    """By the schedule that does not depend on the batch."""
+    """MLA decode with the batch-invariant schedule."""
     sizes = {"B": rows, "T": 2, "H": heads, "D": 576, "latent": 576, "P": 64, "N": 8}
     return KernelCase("mla_decode", sizes, options={"scale": 0.1, "invariant": True})
 
 
 def indexed(rows: int, q_len: int, heads: int, count: int, **sizes: Any) -> KernelCase:
-    """The indexer's top k of rows of 131,072 tokens, in a stack of layers."""
+    """The indexer's top k for rows of 131,072 tokens, in a stack of layers."""
     sizes = {"B": rows, "T": q_len, "H": heads, "D": 128, "P": 2048, "N": 64, "L": 2} | sizes
     return KernelCase("mla_index", sizes, options={"top_k": count, "layer": 1})
 
@@ -33,7 +33,7 @@ def indexed(rows: int, q_len: int, heads: int, count: int, **sizes: Any) -> Kern
 def listed(
     rows: int, q_len: int, heads: int, count: int, cache: str = "bfloat16", **sizes: Any
 ) -> KernelCase:
-    """Attention to so many positions of each token, of rows of 32,768 tokens in a stack."""
+    """Attention to `count` positions per token, for rows of 32,768 tokens in a stack."""
     width = 656 if cache == "uint8" else 576
     sizes = {
         "B": rows, "T": q_len, "H": heads, "D": 576, "K": count, "P": 512, "N": 64, "L": 2,
@@ -45,14 +45,14 @@ def listed(
 def grouped(
     rows: int, heads: Heads, page: int, q_len: int, fp8: bool = False, **options: Any
 ) -> KernelCase:
-    """Grouped-query decode of 8192 tokens a row; ragged of more tokens than one."""
+    """Grouped-query decode of 8,192 tokens per row; ragged if `q_len` is above 1."""
     sizes = {"B": rows, "T": q_len, "P": 8192 // page, "N": 64, "C": page, "L": 2}
     sizes |= of_heads(heads) | {"ragged": q_len > 1, "fp8": fp8}
     return KernelCase("gqa_decode", sizes, options={"layer": 1, **options})
 
 
 def grouped_prefill(rows: int, heads: Heads, page: int, tokens: int, **options: Any) -> KernelCase:
-    """Grouped-query prefill on a prefix."""
+    """Grouped-query prefill after a prefix."""
     sizes = {"B": rows, "T": tokens, "P": 32768 // page, "N": 64, "C": page, "L": 2}
     return KernelCase("gqa_prefill", sizes | of_heads(heads), options={"layer": 1, **options})
 
@@ -60,7 +60,7 @@ def grouped_prefill(rows: int, heads: Heads, page: int, tokens: int, **options: 
 def turbo(
     rows: int, heads: Heads, page: int, q_len: int, preset: str, **options: Any
 ) -> KernelCase:
-    """Grouped-query attention over a TurboQuant cache, as `grouped`."""
+    """Grouped-query attention over a TurboQuant cache, like `grouped`."""
     form = turbo_format(preset, heads[2])
     sizes = {"B": rows, "T": q_len, "P": 8192 // page, "N": 64, "C": page, "L": 2}
     sizes |= of_heads(heads) | {"ragged": q_len > 1, "slot": form.slot_bytes}
@@ -68,14 +68,14 @@ def turbo(
 
 
 def turbo_unpack(dim: int, page: int, preset: str) -> KernelCase:
-    """Pages of codes as float16 keys and values."""
+    """The conversion of pages of codes to float16 keys and values."""
     form: TurboFormat = turbo_format(preset, dim)
     sizes = {"C": page, "slot": form.slot_bytes, "D": dim, "common": form.rotated}
     return KernelCase("turbo_unpack", sizes, options={"form": form}, bare=True)
 
 
 def turbo_common(dim: int, page: int, preset: str) -> KernelCase:
-    """What the keys of rows have in common."""
+    """The common part of the keys of rows."""
     form = turbo_format(preset, dim)
     sizes = {"C": page, "slot": form.slot_bytes}
     options = {"form": form, "samples": SAMPLES, "most": MOST}
@@ -83,7 +83,7 @@ def turbo_common(dim: int, page: int, preset: str) -> KernelCase:
 
 
 def turbo_append(rows: int, heads: Heads, q_len: int, preset: str) -> KernelCase:
-    """New tokens on their way into a TurboQuant cache."""
+    """The append of new tokens to a TurboQuant cache."""
     count, kv_heads, dim = heads
     form = turbo_format(preset, dim)
     sizes = {"B": rows, "T": q_len, "H": count, "Hk": kv_heads, "D": dim, "P": 128, "N": 64}
@@ -94,7 +94,7 @@ def turbo_append(rows: int, heads: Heads, q_len: int, preset: str) -> KernelCase
 
 
 def append(width: int, interleaved: bool, cache: str) -> KernelCase:
-    """In a stack of layers; of queries of that width, 0 for none, and a cache of that dtype."""
+    """MLA's append in a stack of layers, for queries of `width` (0 for none) and a cache dtype."""
     sizes = {"B": 4, "T": 2, "D": 576, "W": width, "P": 8, "N": 8, "L": 3, "cache": cache}
     options: dict[str, Any] = {"config": RopeConfig(interleaved=interleaved)}
     options |= {} if width else {"q": None}
@@ -102,7 +102,7 @@ def append(width: int, interleaved: bool, cache: str) -> KernelCase:
 
 
 def heads_append(heads: Heads, rotated: int, **sizes: Any) -> KernelCase:
-    """In a stack of layers."""
+    """Grouped-query append in a stack of layers."""
     count, kv_heads, dim = heads
     sizes |= {"B": 4, "T": 2, "H": count, "Hk": kv_heads, "D": dim, "P": 8, "N": 8, "L": 3}
     options = {"config": RopeConfig(dim=rotated, interleaved=False)}
@@ -110,57 +110,57 @@ def heads_append(heads: Heads, rotated: int, **sizes: Any) -> KernelCase:
 
 
 def attention(dtype: str, tokens: int) -> KernelCase:
-    """Of rows that are all whole, and keys of 192 dims."""
+    """Attention of full rows with keys of 192 dims."""
     sizes = {"B": 2, "T": tokens, "H": 16, "D": 192, "Dk": 192}
     return KernelCase("causal_attention", sizes, dtype, {"scale": 0.1}, bare=True)
 
 
 def wide_attention(tokens: int) -> KernelCase:
-    """Of 192 dims of a head and 64 that all share, and values of 256."""
+    """Attention with 192 dims per head, 64 shared dims, and values of 256."""
     sizes = {"B": 1, "T": tokens, "H": 20, "D": 256, "Dk": 192, "Dv": 256, "shared": 64}
     return KernelCase("causal_attention", sizes, options={"scale": 0.1})
 
 
 def delta_net(rows: int, q_len: int, keys: int, values: int) -> KernelCase:
-    """A layer in a pattern, of so many heads, its output in an arena."""
+    """Decode of a delta net layer in a pattern, with its output in an arena."""
     sizes = {"B": rows, "T": q_len, "Hk": keys, "Hv": values, "Z": rows, "L": 6, "layer": True}
     options = {"arena": True, "pattern": (3, 1)}
     return KernelCase("gated_delta_net_decode", sizes, options=options)
 
 
 def kimi_delta(rows: int, q_len: int, heads: int) -> KernelCase:
-    """A layer of Kimi Delta Attention in a stack, of so many heads."""
+    """Decode of a Kimi Delta Attention layer in a stack."""
     sizes = {"B": rows, "T": q_len, "H": heads, "D": 128, "Z": rows, "L": 6, "layer": True}
     return KernelCase("kimi_delta_attention_decode", sizes)
 
 
 def delta_rule(dtype: str, tokens: int, heads: int, scale: float) -> KernelCase:
-    """Two sequences that start from zeros."""
+    """The chunked gated delta rule for two sequences that start from zeros."""
     sizes = {"B": 2, "T": tokens, "Hk": heads // 2, "Hv": heads}
     return KernelCase("chunk_gated_delta_rule", sizes, dtype, {"scale": scale}, bare=True)
 
 
 def kimi_rule(sequences: int, tokens: int, heads: int) -> KernelCase:
-    """Decays per channel, of sequences that start from zeros."""
+    """Chunked KDA for sequences that start from zeros."""
     sizes = {"B": sequences, "T": tokens, "Hk": heads, "Hv": heads, "channels": True}
     return KernelCase("chunk_kda", sizes, bare=True)
 
 
 def delta_rule_normed(sequences: int) -> KernelCase:
-    """In a stack of pools of bfloat16; of few sequences the norm is XLA's."""
+    """Prefill with a stack of bfloat16 pools; for few sequences XLA computes the norm."""
     sizes = {"B": 1, "T": 900, "Hk": 2, "Hv": 4, "Z": sequences, "S": sequences}
     sizes |= {"gate": 512, "L": 3, "layer": True}
     return KernelCase("gated_delta_rule_prefill_of_a_stack", sizes | {"state": "bfloat16"})
 
 
 def norm(features: int) -> KernelCase:
-    """Of a layer in a pattern."""
+    """The norm of a layer in a pattern."""
     sizes = {"B": (2, 3), "F": features, "L": 6, "layer": True}
     return KernelCase("rms_norm_layer", sizes, options={"pattern": (3, 1)})
 
 
 def routing(tokens: int, experts: int, top_k: int, **options: Any) -> KernelCase:
-    """By sigmoids with a bias where experts have groups, else by a softmax."""
+    """Routing by sigmoids with a bias if experts have groups, else by a softmax."""
     scores: Any = "sigmoid" if options else "softmax"
     router = Router(experts=experts, top_k=top_k, scores=scores, **options)
     sizes = {"B": tokens, "E": experts, "bias": bool(options)}
@@ -168,14 +168,14 @@ def routing(tokens: int, experts: int, top_k: int, **options: Any) -> KernelCase
 
 
 def choosing(tokens: int, experts: int) -> KernelCase:
-    """Of a router in halves, with a shared expert's gate."""
+    """The choice of experts from a router in halves, with a shared expert's gate."""
     router = Router(experts=experts, top_k=8, scores="softmax", normalize=True)
     options = {"router": router, "halves": True, "always": 1, "gated": True}
     return KernelCase("choose_experts", {"B": tokens, "E": experts}, options=options)
 
 
 def opening(scores: Any, always: int, width: int) -> KernelCase:
-    """A token's router, choice and shared experts, and then the rest of its experts."""
+    """A token's router, choice and shared experts, followed by its other experts."""
     router = Router(experts=64, top_k=4, scores=scores)
     sizes = {"E": 64 + always, "W": width, "F": 2048, "L": 4, "bias": scores == "sigmoid"}
     options = {"always": always, "router": router}
@@ -183,31 +183,31 @@ def opening(scores: Any, always: int, width: int) -> KernelCase:
 
 
 def linears(tokens: int, inner: int, *sizes: int, dtype: str = "bfloat16") -> KernelCase:
-    """Of one stack of layers for each of the sizes."""
+    """Products with one stack of layers for each of the sizes."""
     given = {"B": tokens, "F": inner, "sizes": sizes, "L": 4, "layer": True}
     return KernelCase("linear_layer", given, dtype, {"pattern": (2, 1)})
 
 
 def fp8_linears(tokens: int, inner: int, *sizes: int, gated: bool = False) -> KernelCase:
-    """As `linears`, of FP8 matrices, or gate and up of them."""
+    """Like `linears`, with FP8 matrices, or with FP8 gate and up."""
     given = {"B": tokens, "F": inner, "sizes": sizes, "L": 4, "layer": True}
     op = "gated_fp8_layer" if gated else "linear_fp8_layer"
     return KernelCase(op, given, options={"pattern": (2, 1)})
 
 
 def normed(op: str, norms: int, inner: int, *sizes: int) -> KernelCase:
-    """Products with a norm that comes before them, of so many."""
+    """Products after a norm, with a stack of `norms` norms."""
     return KernelCase(op, {"F": inner, "sizes": sizes, "norms": norms, "L": 4})
 
 
 def turned_heads(tokens: int, heads: int) -> KernelCase:
-    """Products of heads, with rotated dims behind them."""
+    """Products of heads, followed by rotated dims."""
     sizes = {"B": tokens, "H": heads, "D": 128, "size": 512, "L": 2, "rotated": 64}
     return KernelCase("heads_layer", sizes, options={"layer": 1})
 
 
 def gated(tokens: int, inner: int, size: int) -> KernelCase:
-    """gate and up, and silu of one times the other."""
+    """silu(gate) * up of two products."""
     sizes = {"B": tokens, "F": inner, "size": size, "L": 4}
     return KernelCase("gated_layer", sizes, options={"layer": 2}, bare=True)
 

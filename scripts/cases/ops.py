@@ -1,4 +1,4 @@
-"""The ops that cases call: the function of each, and its arrays as a line of text (shapes.py)."""
+"""The ops that cases call: each op's function, and its arrays as a line of text (shapes.py)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.linear import fp8_linear, linear
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
-from jaxattn.ops.moe.router_logits import choose_experts
+from jaxattn.ops.moe.routing import choose_experts
 from scripts.cases import calls
 from scripts.cases.calls import append_of, delta_rule_gradient, delta_rule_prefill, in_pattern
-from scripts.cases.shapes import Shapes, shapes
+from scripts.cases.shape_spec import Shapes, shapes
 
 
 def body(x_ref: Any, at_ref: Any, out_ref: Any) -> None:
@@ -58,9 +58,10 @@ class Op:
     """A function and its arrays.
 
     Attributes:
-        arrays: a line of text for `shapes`, in the order of the lowered function.
-        more: arrays that have buffers of their own, by the case's dtype and sizes.
-        kernel: whether it is a kernel by itself, which has no implementations.
+        call: The function.
+        arrays: The arrays as a line of text for `shapes`, in the order of the lowered function.
+        more: Makes arguments that are trees of arrays, given the case's dtype and sizes.
+        kernel: Whether the function is a kernel itself, without an `implementation` argument.
     """
 
     call: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Small cases that run on a GPU under a tool, and in XLA: rows that are short, empty or ragged."""
+"""Small cases that run on a GPU under a tool, and in XLA: short, empty or ragged rows."""
 
 import dataclasses
 import warnings
@@ -16,7 +16,7 @@ DRAWN = np.random.default_rng(0)
 
 
 def pages_of(lens: list[int], page: int = 64) -> tuple[dict[str, int], dict[str, Any]]:
-    """Sizes, and tables with numbers of no page past a row's end."""
+    """Sizes and values of tables, in which entries past a row's end are invalid page numbers."""
     needed = [-(-length // page) for length in lens]
     tables = np.full((len(lens), max(needed)), 2147480000)
     last = np.cumsum(needed)
@@ -44,8 +44,10 @@ def decode(
     layers: int = 0,
     **sizes: Any,
 ) -> KernelCase:
-    """Of queries of D dims, in two arrays if D is two numbers. `queries` are the rows'
-    `query_lens`; of `layers` in a stack the last is read."""
+    """MLA decode with queries of D dims, in two arrays if D is two numbers.
+
+    `queries` are the rows' `query_lens`. If `layers` form a stack, the op reads the last.
+    """
     paged, values = pages_of(lens, page)
     options: dict[str, Any] = {"scale": 0.07, "layer": layers - 1 if layers else None}
     if quantized := cache in ("float8_e4m3fn", "uint8"):
@@ -87,7 +89,7 @@ def listed(
     queries: list[int] | None = None,
     **sizes: Any,
 ) -> KernelCase:
-    """Attention to so many positions of each token: some twice, negative or beyond its own."""
+    """Attention to `count` positions per token: some twice, negative or beyond the token's own."""
     paged, values = pages_of(lens, page)
     drawn = np.random.default_rng(0).integers(-9, max(lens), (len(lens), q_len, count))
     values |= {"indices": drawn}
@@ -118,15 +120,17 @@ def prefill(tokens: int = 300, heads: int = 4, *, gradient: bool = False) -> Ker
 
 
 def gradient_of_groups(dim: int, tokens: int = 150, **options: Any) -> KernelCase:
-    """Both passes of attention, in two tiles of keys or more, whose key-value head has two query
-    heads; a row is padding. Small, as racecheck takes minutes for what a GPU does in 50 us."""
+    """Both passes of attention over at least two tiles of keys, with two query heads per key head.
+
+    A row is padding. The case is small, because racecheck needs minutes for 50 us of GPU time.
+    """
     sizes = {"B": 3, "T": tokens, "H": 2, "Hk": 1, "D": dim, "lengths": True}
     values = {"lengths": [tokens, 0, 77]}
     return KernelCase("gqa_attention_gradient", sizes, options=options, values=values)
 
 
 def prefill_with_a_prefix() -> KernelCase:
-    """Prefixes of some blocks, of none, and of more."""
+    """Prefill after prefixes of different lengths, one of them empty."""
     paged, values = pages_of([300, 77, 200])
     options = {"scale": 0.07, "block": 128}
     return KernelCase(
@@ -136,7 +140,7 @@ def prefill_with_a_prefix() -> KernelCase:
 
 
 def grouped_prefill(dim: int, page: int, window: int | None = None) -> KernelCase:
-    """Two query heads to a key-value head, prefixes of some pages and of none, and padding."""
+    """Prefill with two query heads per KV head, prefixes of some pages and none, and padding."""
     paged, values = pages_of([300, 277, 200, 0], page)
     sizes = {"T": 277, "H": 4, "Hk": 2, "D": dim, **paged}
     values |= {"query_lens": [270, 277, 8, 0]}
@@ -146,8 +150,10 @@ def grouped_prefill(dim: int, page: int, window: int | None = None) -> KernelCas
 def append_and_decode(
     dim: int, *, fp8: bool = False, preset: str | None = None, window: int | None = None
 ) -> KernelCase:
-    """A chunk of 70 tokens in each of three rows, of which one is empty and one long enough to be
-    cut, and then the last two tokens alone."""
+    """Append and attention of a 70-token chunk in three rows, and of their last two tokens.
+
+    One row is empty, and one is long enough to be split.
+    """
     paged, values = pages_of([70, 0, 860])
     config = RopeConfig(dim=dim, interleaved=False)
     options: dict[str, Any] = {"layer": 1, "window": window, "config": config, "gated": dim == 256}
@@ -172,8 +178,10 @@ def delta_rule(
     gradient: bool = False,
     heads: int = 2,
 ) -> KernelCase:
-    """In a pool, `checkpoint_tokens` keeps the states after every so many tokens, and `norm` norms
-    the output. With `channels` every channel of a key decays by itself."""
+    """The chunked rule; `channels` selects KDA, with a decay per key channel.
+
+    With `pool`, `checkpoint_tokens` is the interval of checkpoints, and `norm` norms the output.
+    """
     count = len(lens)
     sizes = {"B": 1, "T": sum(lens), "Hk": heads, "Hv": 2 * heads, "S": count}
     sizes |= {"channels": channels}
@@ -194,15 +202,17 @@ def delta_rule(
 
 
 def convolution(lens: list[int], channels: int, dtype: str = "bfloat16") -> KernelCase:
-    """Gradients of a delta layer's convolution, of sequences in one row."""
+    """Gradients of a delta layer's convolution, for sequences in one row."""
     first = np.repeat(np.cumsum([0, *lens[:-1]]), lens)[None]
     sizes = {"B": 1, "T": sum(lens), "F": channels}
     return KernelCase("causal_conv1d_gradient", sizes, dtype, values={"first": first})
 
 
 def slots_of(rows: int, q_len: int, each: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Slots that are read, the last row's none, and those written: others of each token, if it is
-    so wished, some of them none."""
+    """Sizes and indices of slots to read (the last row has none) and to write.
+
+    With `each`, every token writes to another slot, or to none.
+    """
     reads = np.arange(rows)
     reads[-1] = -1
     writes = rows + np.arange(rows * q_len).reshape(rows, q_len)
@@ -212,14 +222,14 @@ def slots_of(rows: int, q_len: int, each: bool) -> tuple[dict[str, Any], dict[st
 
 
 def delta_net(dtype: str, q_len: int = 1, rows: int = 3, *, each: bool = False) -> KernelCase:
-    """Of states in that dtype; `each` keeps them after every token."""
+    """Decode of a delta net with states of this dtype; `each` stores them after every token."""
     slots, values = slots_of(rows, q_len, each)
     sizes = {"Hk": 2, "Hv": 4, "L": 2, "state": dtype, **slots}
     return KernelCase("gated_delta_net_decode", sizes, options={"layer": 1}, values=values)
 
 
 def bare_delta_rule(q_len: int, rows: int = 3, *, each: bool = False) -> KernelCase:
-    """The state's update alone, of q, k and v."""
+    """Only the update of the state, given q, k and v."""
     slots, values = slots_of(rows, q_len, each)
     return KernelCase("gated_delta_rule_decode", {"Hk": 2, "Hv": 4, **slots}, values=values)
 
@@ -227,7 +237,7 @@ def bare_delta_rule(q_len: int, rows: int = 3, *, each: bool = False) -> KernelC
 def mixture(
     tokens: int, experts: int, top_k: int, hidden: int = 256, width: int = 128, **sizes: Any
 ) -> KernelCase:
-    """Of the last of two layers; some tokens have no expert."""
+    """The experts of the last of two layers; some tokens have no expert."""
     ids = np.stack([DRAWN.permutation(experts)[:top_k] for _ in range(tokens)])
     ids[-1, 0] = -1
     sizes |= {"B": tokens, "E": experts, "K": top_k, "F": hidden, "W": width, "L": 2}
@@ -235,14 +245,14 @@ def mixture(
 
 
 def biased_mixture(tokens: int, *sizes: int) -> KernelCase:
-    """gpt-oss's, with biases and a clamped activation."""
+    """gpt-oss's experts, with biases and a clamped activation."""
     case = mixture(tokens, *sizes, biases=True)
     activation = ClampedSwiGLU(alpha=1.702, limit=7.0)
     return dataclasses.replace(case, options={**case.options, "activation": activation})
 
 
 def gradient_of(case: KernelCase) -> KernelCase:
-    """Both passes of a mixture of experts."""
+    """Both passes of the experts."""
     return dataclasses.replace(case, op="gradient_of_experts")
 
 
@@ -253,7 +263,7 @@ SMALL: dict[str, KernelCase] = {
     "mla_decode_two_tokens": decode([300, 2], 64, q_len=2),
     "mla_decode_split": decode([4000], 128),
     "mla_decode_merged": decode([1500] * 15 + [9000], 128),
-    "mla_decode_whole_rows": decode([65] * 140, 128),  # in an order of their own
+    "mla_decode_whole_rows": decode([65] * 140, 128),  # in another order
     "mla_decode_nope": decode([300, 0, 2], 64, D=RANK),
     "mla_decode_few_rows_nope": decode([300, 0, 2], 16, D=RANK),
     "mla_decode_float16": decode([300, 0, 700], 64, cache="float16"),

@@ -1,1 +1,1 @@
-"""Tables and the picture of the docs, made from the stored runs of the bench."""
+"""Tables and the plot of the docs, generated from the stored runs of the bench."""

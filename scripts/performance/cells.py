@@ -1,4 +1,4 @@
-"""How a table is made of a stored run: rows, cells, and columns in Markdown."""
+"""Markdown tables of stored runs: rows, cells and columns."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ Cell = Callable[[Row], str]
 
 
 def rows_of(run: str) -> Iterator[Row]:
-    """Rows of `benchmarks/results/RUN.json`, or of several, with their model and their options."""
+    """Yields the rows of `benchmarks/results/RUN.json`, or of several, with model and options."""
     paths = sorted(RESULTS.glob(f"{run}.json"))
     if not paths:
         raise FileNotFoundError(f"no stored run {RESULTS / run}.json")
@@ -29,7 +29,7 @@ def text(key: str) -> Cell:
 
 
 def number(key: str, decimals: int = 1, times: float = 1) -> Cell:
-    """A figure; nothing where the run has none."""
+    """A decimal number; empty if the run has none."""
 
     def cell(row: Row) -> str:
         value = row.get(key, "")
@@ -39,7 +39,7 @@ def number(key: str, decimals: int = 1, times: float = 1) -> Cell:
 
 
 def count(key: str) -> Cell:
-    """A whole number, its thousands apart; nothing where the run has none."""
+    """A whole number with thousands separators; empty if the run has none."""
     return lambda row: f"{row[key]:,.0f}" if key in row else ""
 
 
@@ -48,7 +48,7 @@ def percent(key: str) -> Cell:
 
 
 def faster(ours: str, theirs: str, who: str) -> Cell:
-    """Who takes less time, and how much less: "FlashMLA, 4%"; below 0.5% neither."""
+    """Who takes less time, and how much less: "FlashMLA, 4%"; "neither" below 0.5%."""
 
     def cell(row: Row) -> str:
         if "" in (row.get(ours, ""), row.get(theirs, "")):
@@ -63,7 +63,7 @@ def faster(ours: str, theirs: str, who: str) -> Cell:
 
 
 def faster_than_all(ours: str, others: dict[str, str]) -> Cell:
-    """`faster` beside the fastest of others, whose names have the keys of their times."""
+    """`faster` compared with the fastest of `others`, which maps names to keys of times."""
 
     def cell(row: Row) -> str:
         times = {who: row[key] for who, key in others.items() if row.get(key, "") != ""}
@@ -80,11 +80,10 @@ class Table:
     """A Markdown table of one run's rows.
 
     Attributes:
-        run: the name of its file without ".json"; may have a `*`.
-        columns: titles, and what of a row stands below them. A column that the run has no figure
-            for is left out.
-        where: the rows that are shown.
-        missing: what stands there while there is no such run; None if there has to be one.
+        run: The name of the run's file without ".json"; may contain a `*`.
+        columns: Maps titles to cells. The table omits a column that is empty in all rows.
+        where: Selects the rows to show.
+        missing: The text to show while the run does not exist; None if the run has to exist.
     """
 
     run: str
@@ -99,7 +98,7 @@ class Table:
 
 
 def table_of(columns: dict[str, Cell], rows: list[Row]) -> str:
-    """The rows in Markdown, without the columns that are empty in all of them."""
+    """The rows in Markdown, without columns that are empty in all of them."""
     filled = {
         title: cells for title, cell in columns.items() if any(cells := [cell(row) for row in rows])
     }
@@ -115,15 +114,15 @@ def markdown(titles: list[str], rows: list[list[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A row of the README's table: one shape of one run, beside one other library.
+    """A row of the README's table: one shape of one run, compared with one other library.
 
     Attributes:
-        what: in words that need no key.
-        timed: how both were timed.
-        run: the stored run that has both.
-        shape: what its row begins with.
-        ours, theirs: columns of the run.
-        who: the other library.
+        what: The shape in words.
+        timed: How both were timed.
+        run: The stored run that contains both.
+        shape: The first columns of its row.
+        ours, theirs: Columns of the run.
+        who: The other library.
     """
 
     what: str

@@ -1,11 +1,11 @@
-"""The tables of README.md and of some docs, made from the stored runs of the bench.
+"""The tables of README.md and of some docs, generated from the stored runs of the bench.
 
     python -m scripts.performance             rewrites the tables
-    python -m scripts.performance --check     says which are stale, exit code 1 if one is
-    python -m scripts.performance --picture   draws docs/images/mla-decode.svg too (matplotlib)
+    python -m scripts.performance --check     lists stale tables, exit code 1 if there are any
+    python -m scripts.performance --picture   also draws docs/images/mla-decode.svg (matplotlib)
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. What it shows is said in
-tables.py. The words around it are written by hand.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. tables.py defines its contents.
+The text around it is written by hand.
 """
 
 import argparse
@@ -24,16 +24,16 @@ PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def written(text: str) -> str:
-    """The page with each of its tables as the stored runs have it.
+    """The page with each of its tables generated from the stored runs.
 
     Raises:
-        KeyError: a page has a table that is not in tables.py.
+        KeyError: tables.py does not define a table of the page.
     """
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[3]}", text)
 
 
 def stale(text: str) -> list[str]:
-    """Names of the page's tables that differ from the stored runs."""
+    """The names of the page's tables that differ from the stored runs."""
     fresh = {place[2]: place[0] for place in PLACE.finditer(written(text))}
     return [place[2] for place in PLACE.finditer(text) if fresh[place[2]] != place[0]]
 

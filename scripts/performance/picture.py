@@ -1,4 +1,4 @@
-"""The README's picture: how fast MLA decode is beside two other libraries, from stored runs."""
+"""The README's plot: MLA decode compared with two other libraries, from stored runs."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from scripts.performance.cells import rows_of
 
 
 class Mark(NamedTuple):
-    """A kind of point: ours beside one other library, timed in one way."""
+    """A series of points: our times compared with one library's, measured in one way."""
 
     label: str
     run: str
@@ -27,14 +27,14 @@ MARKS = (
 
 
 def described(shape: str) -> str:
-    """ "128,16,4096,1" in words."""
+    """A shape such as "128,16,4096,1" in words."""
     rows, heads, tokens, new = shape.split(",")
     several = "" if new == "1" else f", {new} new each"
     return f"{rows} x {int(tokens):,} tokens, {heads} heads{several}"
 
 
 def points(mark: Mark, shapes: Sequence[str]) -> list[tuple[int, float]]:
-    """(the shape's place, how many times as fast jaxattn is) of the shapes that the run has."""
+    """(index of the shape, speedup of jaxattn) for each shape in the run."""
     return [
         (shapes.index(row["B,H,T,S"]), row[mark.theirs] / row[mark.ours])
         for row in rows_of(mark.run)
@@ -43,18 +43,18 @@ def points(mark: Mark, shapes: Sequence[str]) -> list[tuple[int, float]]:
 
 
 def digest() -> str:
-    """What the drawn picture says that it shows: changes with any of its points."""
+    """A hash of the plotted data, which changes with any of its points."""
     shapes = [row["B,H,T,S"] for row in rows_of("mla-flashmla")]
     shown = [(mark.label, points(mark, shapes)) for mark in MARKS]
     return hashlib.sha256(repr((shapes, shown)).encode()).hexdigest()
 
 
 def draw(path: Path) -> None:
-    """Draws the shapes that both runs have, the largest batch on top, as an SVG."""
+    """Draws the shapes in both runs as an SVG, with the largest batch at the top."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    # The same numbers give the same file.
+    # The same data give the same file.
     matplotlib.rcParams.update({"svg.hashsalt": "jaxattn", "svg.fonttype": "none"})
     shapes = [row["B,H,T,S"] for row in rows_of("mla-flashmla")]
     figure = Figure(figsize=(8.5, 4.2), layout="constrained")

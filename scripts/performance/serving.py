@@ -1,10 +1,19 @@
-"""Tables of whole requests beside vLLM, and the losses of all of them in words."""
+"""Tables of whole requests compared with vLLM, and their summary for the README."""
 
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS, summary, times_as_fast, verdict
-from scripts.performance.cells import RESULTS, Cell, Row, Table, number, rows_of, text
+from scripts.performance.cells import (
+    RESULTS,
+    Cell,
+    Row,
+    Table,
+    markdown,
+    number,
+    rows_of,
+    text,
+)
 
 OFFLINE, SERVE = "offline-*", "serve-*"
-DEFAULT = "default"  # options of a run that fixes nothing
+DEFAULT = "default"  # options of a run with default options
 NOT_RUN = (
     "No run of `python -m jaxattn.bench {}` with default options is stored yet, so we do not know "
     "who is faster."
@@ -24,12 +33,12 @@ def figure(name: str) -> Cell:
 
 
 def result(row: Row) -> str:
-    """Who is faster, in words."""
+    """The verdict in words."""
     return verdict(times_as_fast(row))
 
 
 def table(run: str, command: str) -> Table:
-    """The table of all runs of a command; memory is no matter of speed."""
+    """The table of all runs of a command, without memory, which does not measure speed."""
     columns = {"model": text("model"), "what": text("what"), OURS: figure(OURS)}
     columns |= {THEIRS: figure(THEIRS), "our options": text("options"), "result": result}
     return Table(
@@ -40,42 +49,46 @@ def table(run: str, command: str) -> Table:
     )
 
 
-def losses() -> str:
-    """What the tables say in words: all times of runs with default options first, then what runs
-    with other options lose."""
+def compared() -> str:
+    """Returns a table with the times of runs with default options, and a list.
+
+    The list gives, for each set of options, the number of measures in which an engine is faster,
+    and the losses of runs with other options.
+    """
     runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
-    rows = [
-        row | {"what": f"{row['model']}, {row['what']}"}
-        for run in runs
-        for row in rows_of(run)
-        if OURS in row and THEIRS in row
-    ]
+    rows = [row for run in runs for row in rows_of(run) if OURS in row and THEIRS in row]
     lines = []
-    if not any(row["options"] == DEFAULT for row in rows):
+    if default := [row for row in rows if row["options"] == DEFAULT]:
+        lines += [_times(default), ""]
+    else:
         lines.append(f"- No run with default options and {THEIRS} is stored yet.")
     for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
-        if found := [row for row in rows if row["options"] == options]:
-            said, lost = summary(found)
-            *others, last = sorted({row["model"] for row in found})
-            models = f"{', '.join(others)} and {last}" if others else last
+        found = [row for row in rows if row["options"] == options]
+        said, lost = summary([row | {"what": f"{row['model']}, {row['what']}"} for row in found])
+        *others, last = sorted({row["model"] for row in found}) or [""]
+        models = f"{', '.join(others)} and {last}" if others else last
+        if found:
             lines.append(f"- {models} with {_options(options)}: {said}")
-            lines += [f"    - {each}" for each in (_times(found) if options == DEFAULT else lost)]
+            lines += [f"    - {each}" for each in lost if options != DEFAULT]
     return "\n".join(lines)
 
 
-def losses_in_brief() -> str:
-    """`losses`, a line for the runs with the same options."""
-    return losses().replace("\n    - ", " ").replace(" times as fast", " times as fast.")
+def _times(rows: list[Row]) -> str:
+    """Returns a table with a row for each model and a column for each time.
 
-
-def _times(rows: list[Row]) -> list[str]:
-    """What each row with a time took, won or lost."""
+    A cell contains our time first; the smaller time is bold.
+    """
     ours, theirs = figure(OURS), figure(THEIRS)
-    return [
-        f"{row['what']}: {ours(row)}, {THEIRS} {theirs(row)}."
-        for row in rows
-        if row["unit"] in ("s", "ms")
-    ]
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        if row["unit"] in ("s", "ms"):
+            pair = [ours(row), theirs(row)]
+            faster = int((times_as_fast(row) or 1) < 1)
+            pair[faster] = f"**{pair[faster]}**"
+            cells.setdefault(row["model"], {})[row["what"]] = ", ".join(pair)
+    whats = list(dict.fromkeys(what for model in cells.values() for what in model))
+    found = [[name, *(model.get(what, "") for what in whats)] for name, model in cells.items()]
+    return markdown([f"{OURS}, {THEIRS}", *whats], found)
 
 
 def _options(options: str) -> str:

@@ -1,6 +1,6 @@
 """The tables of docs/several-gpus.md: decode steps by layout, one long row, and all-reduces.
 
-A configuration that was timed several times is shown by its fastest run.
+If a configuration was timed several times, the tables show its fastest run.
 """
 
 import dataclasses
@@ -37,12 +37,12 @@ LAYOUT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutTable:
-    """Decode steps of some models: a line for each layout, number of rows and length.
+    """Decode steps of several models: a line for each layout, number of rows and length.
 
     Attributes:
-        run: the name of its file without ".json"; may have a `*`.
-        models: those that are shown, in this order; empty shows all of them.
-        where: the runs that are shown.
+        run: The name of the run's file without ".json"; may contain a `*`.
+        models: The models to show, in this order; empty shows all of them.
+        where: Selects the rows to show.
     """
 
     run: str
@@ -78,7 +78,7 @@ def _work(row: Row) -> tuple[object, ...]:
 
 
 def all_reduces() -> str:
-    """Kernel times of one sum in bfloat16: the fused op and XLA's own kernel."""
+    """Kernel times of one bfloat16 all-reduce: the fused op and XLA's own kernel."""
     times: dict[int, dict[tuple[int, str], float]] = {}
     for row in rows_of("collectives-h200"):
         if row["dtype"] == "bfloat16":
@@ -107,7 +107,7 @@ SEVERAL_GPUS: dict[str, Callable[[], str]] = {
         ),
     ),
     "parallel-four": LayoutTable(run="parallel-4-h200", models=FOUR_GPUS_ONLY),
-    # One row of 1,000,000 tokens: attention of one layer.
+    # Attention of one layer for one row of 1,000,000 tokens.
     "long-row": Table(
         run="long-row-h200-*-heads",
         columns={

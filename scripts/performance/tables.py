@@ -1,4 +1,4 @@
-"""What each table of the docs shows: which stored run, which rows, which columns."""
+"""Definitions of the docs' tables: the stored run, the rows and the columns of each."""
 
 import functools
 from collections.abc import Callable
@@ -97,7 +97,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **WHOLE_MODELS,
     "offline": serving.table(serving.OFFLINE, "offline"),
     "serve": serving.table(serving.SERVE, "serve"),
-    "losses": serving.losses_in_brief,
+    "vllm": serving.compared,
     "mla-flashmla": Table(
         run="mla-flashmla",
         columns={

@@ -1,4 +1,4 @@
-"""The tables of docs/whole-models.md: decode steps and prompts of published models on one GPU."""
+"""The tables of docs/whole-models.md: decode steps and prompts of public models on one GPU."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ def _on_one_gpu() -> Iterator[Row]:
 
 
 def layers(model: str) -> int:
-    """Of a model by the name of its published configuration."""
+    """The number of layers in a model's published configuration."""
     return int(json.loads((CONFIGS / f"{model}.json").read_text())["num_hidden_layers"])
 
 

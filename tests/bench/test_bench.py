@@ -19,7 +19,7 @@ from jaxattn import mla as ops
 from jaxattn.aliasing.checker import AliasingReport, BufferCopy
 from jaxattn.bench import __main__ as bench
 from jaxattn.bench.attention import gqa_prefill, mla, mla_fp8, mla_prefill
-from jaxattn.bench.baselines import jax_triton_baselines, torch_runner
+from jaxattn.bench.baselines import jax_triton_baselines, torch_delta_rule, torch_runner
 from jaxattn.bench.harness import measured_peaks, result_tables, run_metadata, timing
 from jaxattn.bench.layers import decode_step, moe
 from jaxattn.bench.linear_attention import gdn_layer_decode, gdn_prefill, gdn_prefill_norm
@@ -585,7 +585,7 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
         bench.COMPARED
     )
     with pytest.raises(ValueError, match="float32, not bfloat16"):
-        torch_runner.fla_decode(1, 1, 1, 1, "bfloat16")
+        torch_delta_rule.fla_decode(1, 1, 1, 1, "bfloat16")
 
 
 def test_what_overlaps_counts_once_in_a_burst():

@@ -8,7 +8,7 @@ import pytest
 
 from jaxattn.bench.host import executable_replay, host_overhead, word_grammar
 from jaxattn.engine.engine import Engine
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import EMBEDDED, load, read_config
 

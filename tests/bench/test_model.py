@@ -27,7 +27,8 @@ from jaxattn.bench.model import (
 from jaxattn.bench.model import steps as steps_module
 from jaxattn.bench.plots import result_plot
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat, dequantize
-from jaxattn.core.numerics.fp8_block_scaling import interleave_columns, quantize
+from jaxattn.core.numerics.fp8_block_scaling import quantize
+from jaxattn.core.numerics.fp8_weight_layout import interleave_columns
 from tests.helpers.executables import with_locations
 
 CONFIG = {
@@ -457,10 +458,10 @@ def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_without_a_checkout_or_a_card_says_so(monkeypatch):
-    from jaxattn.bench.harness import device_info
+    from jaxattn.bench.harness import device_info, run_metadata
 
     def missing(*_, **__):
         raise FileNotFoundError
 
     monkeypatch.setattr(device_info.subprocess, "run", missing)
-    assert device_info.commit() == "" and device_info.card() == {}
+    assert run_metadata.commit() == "" and device_info.card() == {}

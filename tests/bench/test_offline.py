@@ -15,7 +15,7 @@ from jaxattn import text
 from jaxattn.bench.__main__ import main
 from jaxattn.bench.harness.speedup_report import compared, ratio, summary, verdict
 from jaxattn.bench.harness.subprocess_group import child_process
-from jaxattn.bench.model.dummy_checkpoint import (
+from jaxattn.bench.model.config_folder import (
     ARCHITECTURES,
     PUBLISHED_INSIDE,
     SMALL,

@@ -11,7 +11,7 @@ from jaxattn.bench.__main__ import main
 from jaxattn.bench.harness import engine_options
 from jaxattn.bench.load import server_pair, server_process
 from jaxattn.bench.load.server_process import ServerStartError, command, started
-from jaxattn.bench.model.dummy_checkpoint import SMALL, write_folder
+from jaxattn.bench.model.config_folder import SMALL, write_folder
 from tests.helpers.fake_vllm import ASKED, write_packages
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import ScriptedEngine

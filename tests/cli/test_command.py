@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxattn.cli.exit_codes import Terminated, code_of, exit_code
+from jaxattn.cli.exit_codes import code_of, exit_code
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.plan import main as plan
 from jaxattn.cli.serve.command import main as serve
 from jaxattn.engine.requests.outputs import GenerationInterrupted
+from jaxattn.interrupt import Terminated
 from tests.helpers.engine_cases import SMALLEST
 
 

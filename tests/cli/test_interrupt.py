@@ -1,5 +1,6 @@
 """Ctrl-C ends a command with 130 and one line, from the package's first import on."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxattn import __main__, interrupt
-from jaxattn.cli.exit_codes import interrupts_raised
+from jaxattn.interrupt import interrupts_raised
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("jaxattn", "jaxattn.serve", "jaxattn.plan", "jaxattn.bench")
+MODULES = ("jaxattn.serve", "jaxattn.plan", "jaxattn.bench", "jaxattn serve")
 
 # What stands in for JAX, so that the signal comes while it is imported.
 IN_A_DESTRUCTOR = """
@@ -61,7 +62,11 @@ def run(tmp_path, jax, *arguments, before=()):
 @pytest.mark.parametrize("jax", [IN_A_DESTRUCTOR, IN_A_LIBRARY], ids=["destructor", "library"])
 @pytest.mark.parametrize("module", MODULES)
 def test_while_jax_is_imported(module, jax, tmp_path):
-    assert run(tmp_path, jax, "-m", module) == (130, "interrupted\n")
+    assert run(tmp_path, jax, "-m", *module.split()) == (130, "interrupted\n")
+
+
+def test_the_list_of_commands_imports_no_jax(tmp_path):
+    assert run(tmp_path, GOES_ON, "-m", "jaxattn") == (0, "")
 
 
 def test_an_installed_script(tmp_path):
@@ -71,7 +76,7 @@ def test_an_installed_script(tmp_path):
 
 
 def test_a_program_that_imports_the_package_keeps_its_own_ctrl_c(tmp_path):
-    code, error = run(tmp_path, GOES_ON, "-c", "import jaxattn")
+    code, error = run(tmp_path, GOES_ON, "-c", "import jaxattn.arena")
     assert code == -signal.SIGINT and error.endswith("KeyboardInterrupt\n")
 
 
@@ -94,6 +99,7 @@ def test_the_pipe_takes_the_place_of_no_closed_stream(tmp_path):
         (["python", "-Im", "jaxattn.plan"], ["/x/__main__.py"], "python -m jaxattn.plan"),
         (["python", "-mjaxattn.plan"], ["-m"], "python -m jaxattn.plan"),
         (["python", "/x/bin/jaxattn-plan", "a"], ["/x/bin/jaxattn-plan", "a"], "jaxattn-plan"),
+        (["python", "-m", "jaxattn", "plan", "x"], ["-m", "plan", "x"], "python -m jaxattn plan"),
         (["python", "-m", "pytest", "jaxattn.plan"], ["-m", "jaxattn.plan"], None),
         (["python"], [""], None),
         ([], ["x"], None),
@@ -117,10 +123,20 @@ def test_every_list_has_all_commands(capsys):
         assert line.startswith(f"python -m jaxattn.{name} ") and name in printed[-1]
 
 
-def test_a_word_after_the_list_of_commands(capsys):
-    assert __main__.main(["serve", "--prompt", "x"]) == 2
-    error = capsys.readouterr().err
-    assert error.endswith("run python -m jaxattn.serve\n") and error.count("\n") == 1
+@pytest.mark.parametrize("command", interrupt.COMMANDS)
+def test_a_command_as_the_first_argument_runs(command, capsys):
+    for arguments, code in ((["--version"], 0), (["--no-such-option"], 2)):
+        with contextlib.suppress(SystemExit):  # of argparse, with the code
+            assert __main__.main([command, *arguments]) == code
+        found = capsys.readouterr()
+        assert ("jaxattn" in found.out, "--no-such-option" in found.err) == (not code, bool(code))
+
+
+def test_a_word_that_is_no_command(capsys):
+    for given in ("serv", "--model", "jaxattn.serve"):
+        assert __main__.main([given, "serve"]) == 2
+        error = capsys.readouterr().err
+        assert f"{given!r} is no command; " in error and error.count("\n") == 1
 
 
 in_the_main_thread = pytest.mark.skipif(

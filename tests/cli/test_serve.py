@@ -21,16 +21,17 @@ from jaxattn.cli.options.parser import in_options
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.options.value_types import size
 from jaxattn.cli.plan import main as plan_main
+from jaxattn.cli.plan_report import plan_lines
 from jaxattn.cli.serve.command import main
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.cli.serve.request_inputs import Prompt, read_prompts
+from jaxattn.cli.serve.run_report import ending
 from jaxattn.cli.serve.text_stream import TextPrinter, TextStream
-from jaxattn.cli.startup.run_report import ending, plan_lines
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
 from jaxattn.engine.requests.request import GenerationStats, Request
 from jaxattn.engine.startup import executable_memory
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryBudget, MemoryPlan, PlanItem
 from jaxattn.memory.temp_bound import TempBound
 from jaxattn.models.checkpoint import native_format

@@ -74,28 +74,32 @@ def test_columns_without_figures_are_left_out_and_a_run_may_be_missing(tmp_path,
         cells.Table(run="none", columns=columns)()
 
 
-def test_losses_to_vllm_are_told_in_words_by_the_options_of_their_runs(tmp_path, monkeypatch):
+def test_runs_beside_vllm_have_a_table_and_a_line_for_their_options(tmp_path, monkeypatch):
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
     monkeypatch.setattr(serving, "RESULTS", tmp_path)
-    assert serving.losses() == "- No run with default options and vLLM is stored yet."
+    assert serving.compared() == "- No run with default options and vLLM is stored yet."
     assert "`python -m jaxattn.bench serve` with default" in TABLES["serve"]()
     ours = {"what": "256 requests", "unit": "s", "jaxattn": 2.0}
     rows = [ours | {"vLLM": 1.5}, ours | {"unit": "output tok/s", "vLLM": 1.0}]
     run = {"model": "M", "options": "chunks of 2", "rows": rows}
     (tmp_path / "offline-m.json").write_text(json.dumps(run))
     rows = [{"what": "TTFT p50", "unit": "ms", "jaxattn": 1.0, "vLLM": 3.0}]
+    rows += [{"what": "ITL p99", "unit": "ms", "jaxattn": 5.0, "vLLM": 4.0}]
     rows += [{"what": "memory", "unit": "GB", "jaxattn": 9.0, "vLLM": 3.0}, ours]
     run = {"model": "M", "options": "default", "rows": rows}
     (tmp_path / "serve-m.json").write_text(json.dumps(run))
-    assert serving.losses().splitlines() == [
-        "- M with default options: jaxattn is faster than vLLM in 1 of 1 measures and slower in "
-        "none.",
-        "    - M, TTFT p50: 1.00 ms, vLLM 3.00 ms.",
+    assert serving.compared().splitlines() == [
+        "| jaxattn, vLLM | TTFT p50 | ITL p99 |",
+        "| --- | --- | --- |",
+        "| M | **1.00 ms**, 3.00 ms | 5.00 ms, **4.00 ms** |",
+        "",
+        "- M with default options: jaxattn is faster than vLLM in 1 of 2 measures and slower in 1.",
         "- M with chunks of 2: jaxattn is faster than vLLM in 1 of 2 measures and slower in 1.",
         "    - M, 256 requests, s: jaxattn loses, 0.75 times as fast",
     ]
     assert TABLES["serve"]().splitlines()[2:] == [
         "| M | TTFT p50 | 1.00 ms | 3.00 ms | default | jaxattn wins, 3.00 times as fast |",
+        "| M | ITL p99 | 5.00 ms | 4.00 ms | default | jaxattn loses, 0.80 times as fast |",
         "| M | 256 requests | 2.00 s |  | default |  |",
     ]
 

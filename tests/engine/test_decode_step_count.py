@@ -13,7 +13,7 @@ from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
 from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.engine_limits import MOST_STEPS
+from jaxattn.limits import MOST_STEPS
 from jaxattn.models import Hybrid
 from jaxattn.parallel import Parallel
 from tests.helpers.engine_cases import (

@@ -13,7 +13,7 @@ from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.scheduling.scheduler import Scheduler
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.parallel import Parallel
 from jaxattn.plan import PlanError

@@ -13,7 +13,7 @@ import pytest
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import native_format
 from tests.helpers.kernel_cases import relative

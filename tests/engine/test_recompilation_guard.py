@@ -21,8 +21,8 @@ from jaxattn.engine.runtime.recompilation_guard import RecompilationGuard, SealE
 from jaxattn.engine.startup import capacity_planner
 from jaxattn.engine.steps import engine_state as state_module
 from jaxattn.engine.steps.step_catalog import all_steps, entry_points
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.plan import PlanError, nbytes, plan
 from jaxattn.plan.plan_display import print_plan

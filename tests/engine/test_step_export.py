@@ -12,7 +12,7 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.model_steps import ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models import Hybrid
 from tests.helpers.engine_cases import SMALLEST, params_of, prompts
 

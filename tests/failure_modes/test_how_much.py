@@ -23,8 +23,8 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import arena_spec, new_rows, new_state, op_specs
 from jaxattn.engine.steps.prefill_batch import PromptLayout
 from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid

@@ -1,4 +1,4 @@
-"""Asks a server with one library of agents, which calls a tool; run by an interpreter that has it.
+"""Lets one agent library call a tool through a server; run by an interpreter that has the library.
 
 python agent_libraries.py LIBRARY URL
 """
@@ -22,7 +22,7 @@ def openai_agents(url):
     os.environ.update(OPENAI_BASE_URL=f"{url}/v1", OPENAI_API_KEY="none")
     agent = agents.Agent(name="a", model="model", tools=[agents.function_tool(weather)])
 
-    async def both():  # in one loop, to which the library's connections belong
+    async def both():  # in one event loop, because the library's connections belong to it
         result = agents.Runner.run_streamed(agent, QUESTION)
         kinds = [event.type async for event in result.stream_events()]
         assert "raw_response_event" in kinds

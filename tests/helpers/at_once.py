@@ -1,4 +1,4 @@
-"""A call that is compiled as one: its operations one by one take far longer to compile."""
+"""Calls compiled as one program, because compiling their operations one by one takes far longer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,5 +7,5 @@ import jax
 
 
 def at_once(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What a call gives. Its arguments are constants, so that checks of what is known run."""
+    """The result of a call. Arguments are constants, so checks of concrete values run."""
     return jax.jit(lambda: function(*arguments, **options))()

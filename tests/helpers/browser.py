@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its pipe of the DevTools protocol."""
+"""A headless Chromium, driven by the DevTools protocol through a pipe."""
 
 import contextlib
 import json
@@ -18,15 +18,15 @@ SWITCHES = (
 
 
 def installed() -> str | None:
-    """The path of a Chromium, or None."""
+    """The path of an installed Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One tab.
+    """A tab of the browser.
 
     Attributes:
-        events: what the browser has told so far.
+        events: All events that the browser has sent so far.
     """
 
     def __init__(self, writing: int, reading: int):
@@ -40,7 +40,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """A method of the protocol, and its result."""
+        """Calls a method of the protocol and returns its result."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -54,14 +54,14 @@ class Page:
             self.events.append(answer)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluates an expression in the page and returns its value."""
         options = {"returnByValue": True, "awaitPromise": True}
         found = self.call("Runtime.evaluate", expression=script, **options)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, script: str, seconds: float = 20) -> Any:
-        """Waits until an expression is true, and returns it."""
+        """Waits until an expression is true, and returns its value."""
         ended = time.perf_counter() + seconds
         while not (found := self.run(script)):
             assert time.perf_counter() < ended, f"{script} did not come true"
@@ -79,11 +79,11 @@ class Page:
 
 @contextlib.contextmanager
 def page(path: str, profile: Path) -> Iterator[Page]:
-    """A tab of a new browser.
+    """Opens a tab in a new browser.
 
     Args:
-        path: of Chromium.
-        profile: a folder for it.
+        path: The path of Chromium.
+        profile: The folder for the browser's profile.
     """
     theirs_in, writing = os.pipe()
     reading, theirs_out = os.pipe()

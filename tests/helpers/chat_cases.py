@@ -1,5 +1,7 @@
-"""Conversations for the templates in tests/data/chat, which are written with the constructs of
-published ones: namespaces, macros, loop controls, slices, filters of JSON, tests of none.
+"""Conversations for the templates in tests/data/chat.
+
+The templates use the constructs of public ones: namespaces, macros, loop controls, slices, JSON
+filters and tests for none.
 """
 
 import json
@@ -50,7 +52,7 @@ THOUGHT = [
     {"role": "assistant", "content": "I went", "reasoning_content": "\nshould I go?\n"},
 ]
 _NOTHING = {"name": None, "refusal": None, "audio": None, "function_call": None}
-# As clients send a message of the OpenAI library back, and thoughts under OpenRouter's name.
+# Messages of the OpenAI library as clients return them, with reasoning under OpenRouter's name.
 NULLS = [
     {"role": "user", "content": "Go", "name": None},
     {**_NOTHING, "role": "assistant", "content": "I went", "reasoning": "Why?", "tool_calls": None},
@@ -59,7 +61,7 @@ NULLS = [
     {"role": "tool", "tool_call_id": "functions.weather:1", "content": "7", "name": None},
 ]
 
-# Conversation, tools, add_generation_prompt, what else the template reads.
+# (conversation, tools, add_generation_prompt, other variables of the template).
 Case = tuple[list[dict[str, Any]], list[dict[str, Any]] | None, bool, dict[str, Any]]
 CASES: dict[str, Case] = {
     "plain": (PLAIN, None, True, {}),
@@ -73,10 +75,10 @@ CASES: dict[str, Case] = {
 
 
 def as_authors_expect(name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the form that a template's author has in mind.
+    """The messages in the form that a template's author expects.
 
-    A call's arguments are a mapping, and a text for DeepSeek. A message without a content has an
-    empty one, and None for DeepSeek.
+    A call's arguments are a mapping, but text for DeepSeek. A missing content is empty text, but
+    None for DeepSeek.
     """
     made = json.loads(json.dumps(messages))
     for message in made:

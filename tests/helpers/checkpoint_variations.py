@@ -1,4 +1,4 @@
-"""Random configurations of all families, which `make_checkpoints.py` writes."""
+"""Random configurations of all families, for which `make_checkpoints.py` writes checkpoints."""
 
 import dataclasses
 import random
@@ -9,16 +9,16 @@ VOCAB = 192
 
 @dataclasses.dataclass(frozen=True)
 class Variation:
-    """One checkpoint.
+    """The configuration of a checkpoint.
 
     Attributes:
-        classes: the prefix of transformers' classes.
-        fields: of the configuration.
+        classes: The prefix of transformers' classes.
+        fields: The fields of the configuration.
         weights: "bfloat16", "fp8", "int4" or "mxfp4".
-        shards: files.
-        published: config.json is spelled as publishers do.
-        prediction: a prediction layer (MTP) is there, and a vision tower's tensor.
-        model_type: what config.json calls it.
+        shards: The number of files.
+        published: Whether config.json uses the publishers' spelling.
+        prediction: Whether there are a prediction layer (MTP) and a tensor of a vision tower.
+        model_type: The `model_type` in config.json.
     """
 
     classes: str
@@ -31,16 +31,16 @@ class Variation:
 
 
 QWEN = ("Qwen3", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-# Grouped-query attention in every layer, in the words of Llama's config.json.
+# Grouped-query attention in every layer, with the field names of Llama's config.json.
 PLAIN = ("Llama", "Mistral", "Qwen2", "Qwen3Moe", "Glm4Moe",
          "SmolLM3", "Olmo3", "Ministral3", "MiniMaxM2", "GptOss")  # fmt: skip
-# MLA to the tokens that an indexer chooses.
+# MLA with DeepSeek Sparse Attention.
 SPARSE = ("DeepseekV32", "GlmMoeDsa")
 CLASSES = ("DeepseekV3", "Glm4MoeLite", "DeepseekV2", "Youtu", *QWEN, *PLAIN, *SPARSE)
 
 
 def draw(seed: int) -> Variation:
-    """The variation of a seed."""
+    """The variation for a seed."""
     pick = random.Random(seed)
     classes = CLASSES[seed % len(CLASSES)]
     if classes in QWEN:
@@ -86,7 +86,7 @@ def draw(seed: int) -> Variation:
 
 
 def _indexer(pick: random.Random, classes: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the indexers; of many heads, so that no two scores are sums of nothing but 0."""
+    """Fields of the indexers, with many heads so that no two scores are sums of zeros only."""
     found: dict[str, Any] = dict(
         q_lora_rank=fields["q_lora_rank"] or 32,
         index_topk=pick.choice([1, 7, 20, 64]),
@@ -100,8 +100,10 @@ def _indexer(pick: random.Random, classes: str, fields: dict[str, Any]) -> dict[
 
 
 def small_sparse(classes: str) -> Variation:
-    """The checkpoints of tests/data/tiny_checkpoints with DeepSeek Sparse Attention, in which a
-    token of the prompt's end attends to a third of it."""
+    """The checkpoints of tests/data/tiny_checkpoints with DeepSeek Sparse Attention.
+
+    A token at the prompt's end attends to a third of the prompt.
+    """
     glm = classes == "GlmMoeDsa"
     layers = 4 if glm else 2
     fields: dict[str, Any] = dict(
@@ -139,8 +141,10 @@ def small_sparse(classes: str) -> Variation:
 
 
 def small(weights: str) -> Variation:
-    """The checkpoints of tests/data/tiny_checkpoints in FP8 and INT4: blocks are cut at every edge,
-    and heads end within blocks."""
+    """The checkpoints of tests/data/tiny_checkpoints in FP8 and INT4.
+
+    Blocks are incomplete at every edge, and heads end within blocks.
+    """
     width = 136 if weights == "fp8" else 64
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
@@ -170,7 +174,7 @@ def small(weights: str) -> Variation:
 
 
 def small_plain(classes: str) -> Variation:
-    """The checkpoints of tests/data/tiny_checkpoints with grouped-query attention alone."""
+    """The checkpoints of tests/data/tiny_checkpoints with only grouped-query attention."""
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=96,
@@ -183,9 +187,9 @@ def small_plain(classes: str) -> Variation:
         tie_word_embeddings=classes == "Llama",
         rope_parameters=dict(rope_theta=1e6, rope_type="default"),
     )
-    if classes == "Llama":  # a head of 16, so that waves of all three kinds are there
+    if classes == "Llama":  # a head dim of 16, so that all three kinds of frequencies occur
         fields["rope_parameters"] = LLAMA3 | dict(rope_theta=1e4)
-    elif classes == "Mistral":  # fewer than the prompt
+    elif classes == "Mistral":  # a window shorter than the prompt
         fields |= dict(sliding_window=11, head_dim=32)
     elif classes == "Qwen2":  # the last two layers have a window
         fields |= dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
@@ -199,7 +203,7 @@ def small_plain(classes: str) -> Variation:
                        moe_intermediate_size=32, n_group=2, topk_group=1, attention_bias=True,
                        use_qk_norm=True, routed_scaling_factor=1.5)  # fmt: skip
         fields["rope_parameters"] |= dict(partial_rotary_factor=0.5)
-    elif classes == "SmolLM3":  # layer 1 rotates nothing
+    elif classes == "SmolLM3":  # layer 1 has no rotation
         fields |= dict(no_rope_layers=[1, 0, 1], hidden_size=80, num_attention_heads=5,
                        num_key_value_heads=1, pad_token_id=None,
                        attention_bias=True)  # fmt: skip
@@ -225,8 +229,10 @@ def small_plain(classes: str) -> Variation:
 
 
 def small_hybrid(classes: str) -> Variation:
-    """The checkpoints of tests/data/tiny_checkpoints with Kimi Delta Attention, as transformers
-    spells them; it knows both families since 5.23."""
+    """The checkpoints of tests/data/tiny_checkpoints with Kimi Delta Attention.
+
+    The fields have the names of transformers, which supports both families since 5.23.
+    """
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -253,7 +259,7 @@ def small_hybrid(classes: str) -> Variation:
             layer_types=[KINDS[layer in (3, 5)] for layer in range(6)],
             bos_token_id=1,
         )
-    else:  # more dense layers by the default of first_k_dense_replace, which does not count
+    else:  # first_k_dense_replace has a larger default, which mlp_layer_types overrides
         fields |= dict(num_hidden_layers=4, num_local_experts=8, n_group=4, topk_group=2,
                        head_dim=16, layer_group_size=2, num_mtp_layers=0,
                        mlp_layer_types=["dense", *["sparse"] * 3])  # fmt: skip
@@ -403,9 +409,9 @@ def _qwen(pick: random.Random, classes: str) -> Variation:
 
 
 def _delta(pick: random.Random, classes: str) -> dict[str, Any]:
-    """Gated delta nets between the layers of attention, of whose heads a quarter turns."""
-    # Of a single head, whose output is at times nearly 0, the norm makes 2e-7 in the embedding 1e-4
-    # in the logits.
+    """Gated delta nets between attention layers, of whose head dims a quarter is rotated."""
+    # With a single head, whose output is nearly 0 at times, the norm turns 2e-7 in the embedding
+    # into 1e-4 in the logits.
     keys, every = pick.choice([2, 3, 4]), pick.choice([2, 4])
     layers = pick.choice([every, every + 1, 2 * every])
     rope = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
@@ -424,8 +430,11 @@ KINDS = ("linear_attention", "full_attention")
 
 
 def small_qwen(classes: str) -> Variation:
-    """The checkpoints of tests/data/tiny_checkpoints: one in FP8 whose blocks are cut at every
-    edge, and one with fused experts beside a vision tower."""
+    """The checkpoints of tests/data/tiny_checkpoints of Qwen models.
+
+    One is in FP8 with incomplete blocks at every edge, and one has fused experts and a vision
+    tower.
+    """
     fp8 = classes == "Qwen3Next"
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
@@ -452,7 +461,7 @@ def small_qwen(classes: str) -> Variation:
 
 
 def whole_blocks(classes: str) -> Variation:
-    """A checkpoint in FP8 whose matrices beside the experts have shapes that stay FP8."""
+    """An FP8 checkpoint in which the matrices outside the experts have shapes that stay FP8."""
     fields: dict[str, Any] = dict(
         vocab_size=VOCAB,
         hidden_size=256,
@@ -494,7 +503,7 @@ def whole_blocks(classes: str) -> Variation:
             num_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=384,
-            # Of another width than the experts', so that they are an MLP beside them.
+            # Of another width than the experts, so that the shared ones are a separate MLP.
             shared_expert_intermediate_size=256,
         )
     return Variation(classes, fields, "fp8", 2, True, False, MODEL_TYPES[classes][0])
@@ -530,7 +539,7 @@ def _rope(pick: random.Random, classes: str) -> dict[str, Any]:
     rope: dict[str, Any] = dict(rope_theta=pick.choice([1e4, 5e4, 1.6e6]))
     if pick.random() < 0.4:
         return rope | dict(rope_type="default")
-    # Fewer than PROMPT, so that the stretched part is used.
+    # Fewer tokens than PROMPT, so that the test uses the stretched part.
     if classes in PLAIN and pick.random() < 0.5:
         return rope | LLAMA3
     rope |= dict(rope_type="yarn", factor=pick.choice([4.0, 40.0]), beta_slow=1,
@@ -545,8 +554,8 @@ def _experts(pick: random.Random, classes: str, layers: int) -> dict[str, Any]:
     experts, groups = pick.choice([(6, 1), (6, 3), (8, 4), (12, 2), (20, 1), (20, 5), (16, 8)])
     kept = pick.randint(1, groups)
     dense = min(pick.choice([0, 1, 3]), layers)
-    # Of groups that are not kept V2 may choose experts with weight 0, as transformers does; here
-    # there are always enough others.
+    # V2 may choose experts with weight 0 from discarded groups, as transformers does. Here the
+    # kept groups always have enough others.
     top_k = pick.randint(1, min(kept * experts // groups, 6))
     fields: dict[str, Any] = dict(
         moe_intermediate_size=pick.choice([32, 128, 160]),

@@ -1,6 +1,7 @@
-"""Tiny folders with prediction layers (MTP), and those layers in NumPy's float64.
+"""Tiny folders with prediction layers (MTP), and a float64 NumPy reference of those layers.
 
-The reference reads the tensors by their published names. It takes whole sequences and has no cache.
+The reference reads the tensors by their published names and processes whole sequences, without a
+cache.
 """
 
 import json
@@ -45,11 +46,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_folder(folder: Path, model_type: str, *, guesses_well: bool = False) -> Tensors:
-    """Writes a folder of random weights, and returns its tensors as they are stored.
+    """Writes a folder of random weights, and returns its tensors as stored.
 
     Args:
-        guesses_well: layers add little to the stream, and the prediction layer's stream begins with
-            the token's embedding: what it guesses is often what the model says.
+        guesses_well: Whether layers add little to the residual stream, and the prediction layer's
+            stream begins with the token's embedding. Its guess then often equals the model's token.
     """
     config = CONFIGS[model_type] | {"model_type": model_type}
     published = read_model(ConfigFields(config, "config.json"), draft_head=True)
@@ -60,7 +61,7 @@ def write_folder(folder: Path, model_type: str, *, guesses_well: bool = False) -
         drawn = random.standard_normal(each.shape)
         last = each.name.removesuffix(".weight").rsplit(".", 1)[-1]
         if "norm" in last:
-            # Qwen's are w of 1 + w, but for the norm behind the delta rule.
+            # Qwen stores w of 1 + w, except for the norm after the delta rule.
             plain = model_type in ("glm4_moe_lite", "deepseek_v3") or "linear_attn" in each.name
             drawn = plain + 0.1 * drawn
         elif len(each.shape) == 2 and last != "embed_tokens":
@@ -77,7 +78,7 @@ def write_folder(folder: Path, model_type: str, *, guesses_well: bool = False) -
 
 
 class PredictionLayer:
-    """The layer of a folder, on whole sequences."""
+    """The prediction layer of a folder, for whole sequences."""
 
     def __init__(self, model_type: str, tensors: Tensors):
         self.config, self.qwen = CONFIGS[model_type], model_type.startswith("qwen")
@@ -85,11 +86,11 @@ class PredictionLayer:
         self.prefix = "mtp.layers.0" if self.qwen else f"model.layers.{_MLA['num_hidden_layers']}"
 
     def __call__(self, tokens: np.ndarray, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [T, vocab] of guesses, and what the next guess reads [T, hidden].
+        """Returns the logits of guesses [T, vocab], and the input of the next guess [T, hidden].
 
         Args:
-            tokens: the one behind each of `hidden`.
-            hidden: what the output head reads of tokens.
+            tokens: The token after each of `hidden`.
+            hidden: The input of the output head for each token.
         """
         names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
         if not self.qwen:
@@ -171,7 +172,7 @@ class PredictionLayer:
 
 
 def rotated(x: np.ndarray, *, pairs: bool = False) -> np.ndarray:
-    """x [T, H, D] turned by RoPE: its halves, or neighbours as pairs."""
+    """x [T, H, D] rotated by RoPE, in halves, or in neighbouring pairs."""
     dim = x.shape[-1]
     angles = np.arange(len(x))[:, None] * 1e4 ** (-np.arange(0, dim, 2) / dim)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
@@ -180,7 +181,7 @@ def rotated(x: np.ndarray, *, pairs: bool = False) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Causal attention of [T, H, D], heads side by side."""
+    """Causal attention for [T, H, D], with concatenated heads."""
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
     scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
     chances = np.exp(scores - scores.max(-1, keepdims=True))

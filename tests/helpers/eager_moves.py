@@ -1,8 +1,8 @@
 """Operations outside of `jax.jit` that only move or convert numbers, computed by NumPy.
 
-XLA compiles a program for each such operation and each new shape, which takes some 25 ms with
-tracing and lowering. They were half of the suite's programs. NumPy gives the same bits. Results are
-copied into memory that XLA owns, as steps that donate them expect.
+XLA compiles a program for each such operation and each new shape, which takes about 25 ms with
+tracing and lowering. These were half of the suite's programs. NumPy gives the same bits. Results
+are copied into memory that XLA owns, because steps may donate them.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MOST_BYTES = 2**22  # of a result: XLA compiles what moves more
+MOST_BYTES = 2**22  # of a result; XLA runs larger ones
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 
@@ -21,7 +21,7 @@ def _stage(x: np.ndarray) -> np.ndarray:
 
 
 def _convert(x: np.ndarray, *, new_dtype: Any, **_: Any) -> np.ndarray | None:
-    """Not of floats to whole numbers or truths: NumPy and XLA differ for NaN and subnormals."""
+    """Not for floats to integers or bools, where NumPy and XLA differ for NaN and subnormals."""
     exact = x.dtype == new_dtype or x.dtype.kind in "biu" or x.dtype == bool
     if not exact and not (x.dtype in _FLOATS and new_dtype in _FLOATS):
         return None
@@ -68,7 +68,7 @@ MOVES: dict[str, Callable[..., np.ndarray | None]] = {
 
 
 def use_numpy_moves() -> None:
-    """For a process on a CPU. Where JAX has moved what this replaces, it stays as it is."""
+    """Enables this in a process on a CPU, unless JAX has moved the replaced functions."""
     try:
         from jax._src import core, literals, mesh
         from jax._src.interpreters import pxla
@@ -87,7 +87,7 @@ def use_numpy_moves() -> None:
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def number(x: Any) -> np.ndarray | None:
-        """Of an argument on the default device and nowhere else, whose dtype JAX would keep."""
+        """An argument that is only on the default device, in a dtype that JAX keeps; else None."""
         if type(x) is literals.TypedNdArray:
             x = np.asarray(x)
         elif isinstance(x, jax.Array):

@@ -1,4 +1,4 @@
-"""A model that compiles in seconds on a CPU, and devices of any size, for the engine's tests."""
+"""A model that compiles in seconds on a CPU, and devices of any size, for tests of the engine."""
 
 import dataclasses
 import functools
@@ -19,9 +19,9 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.device_batch import CONTROLS, INTEGERS, RowIndices
 from jaxattn.engine.steps.engine_state import row_shapes
 from jaxattn.engine.steps.step_interface import EngineStep
+from jaxattn.limits import Limits
 from jaxattn.memory import device_memory as memory_device
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from tests.helpers.lazy_steps import is_lazy
@@ -46,36 +46,36 @@ CONFIG = HybridConfig(
     dtype="bfloat16",
     param_dtype="bfloat16",
 )
-# An attention layer and a delta net, whose states take slots.
+# An attention layer and a delta net, whose states need slots.
 RECURRENT = dataclasses.replace(CONFIG, hidden_size=16, intermediate_size=16, gdn_per_repeat=1)
-# An attention layer, whose steps take less than half as long to trace and compile.
+# One attention layer, whose steps take less than half the time to trace and compile.
 SMALLEST = dataclasses.replace(RECURRENT, gdn_per_repeat=0)
-# In float32, where a token alone and among four has the same logits but for the last bits, and
-# what is computed again after a preemption is the same but for rounding. For three rows of up to
-# four pages: rows grow into an empty pool, and one cannot have four tokens.
+# In float32, a token alone has the same logits as among four, except for the last bits, and a
+# preempted row is recomputed exactly, except for rounding. For three rows of up to four pages: rows
+# grow into an empty pool, and one row cannot have four tokens.
 EXACT = dataclasses.replace(RECURRENT, dtype="float32", param_dtype="float32")
 # The same with one attention layer.
 FLOAT32 = dataclasses.replace(EXACT, gdn_per_repeat=0)
-# What an engine on a GPU would choose, so that all devices and plans have the same steps.
+# The choices of an engine on a GPU, so that all devices and plans have the same steps.
 FIXED: dict[str, Any] = dict(prefill_rows=1, checkpoints=0, decode_buckets=(), prefill_buckets=())
 ONE_BY_ONE = Limits(
     batch=3, max_model_len=192, num_pages=7, prefill_chunk=64, **{**FIXED, "checkpoints": 1}
 )
-# Three pages of 64 tokens: less than one row's longest, so that waiting and refusing both happen.
+# Three pages of 64 tokens are fewer than the longest row needs, so rows both wait and are refused.
 LIMITS = Limits(batch=3, max_model_len=256, num_pages=3, prefill_chunk=16, **FIXED)
 BUCKETS = dataclasses.replace(
     LIMITS, num_pages=None, batch=4, decode_buckets=(1,), prefill_rows=2, q_lens=(1, 3)
 )
-# Fewer rows than most tests have requests, so that rows and slots go from one to the next.
+# Fewer rows than most tests have requests, so that requests reuse rows and slots.
 TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
-# Room for one row at full length and a page more, for four rows: the youngest are computed again.
+# Room for one row at full length plus one page, for four rows: the youngest are recomputed.
 TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
-# Of a device that is filled: all that rows can use, and one row, which is tried first where bounds
-# leave no room.
+# For a device that is filled: the pages that rows can use, and those of one row, which the engine
+# tries first if bounds leave no room.
 WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
 
 
-# Parameters in tests/data, which take XLA up to four seconds to draw; see make_tiny_params.py.
+# Parameters in tests/data; XLA would take up to four seconds to draw them; see make_tiny_params.py.
 KEPT = [
     *((config, 0) for config in (SMALLEST, RECURRENT, FLOAT32, EXACT)),
     *((RECURRENT, seed) for seed in (1, 3)),
@@ -98,7 +98,7 @@ def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
 
 
 def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[CompiledSteps]:
-    """Compiled once for the whole run: while they are kept, engines of these limits find them."""
+    """Compiles steps once for the whole run, for engines of these limits to use."""
     return _kept_steps(*kinds, config=config, lazy=is_lazy())
 
 
@@ -111,7 +111,7 @@ def _kept_steps(*kinds: Limits, config: HybridConfig, lazy: bool) -> list[Compil
 
 
 def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
-    """Puts other steps in the place of an engine's executables."""
+    """Replaces an engine's executables."""
     steps = CompiledSteps(executables)
     engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
     if engine._runner is not None:
@@ -119,9 +119,9 @@ def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
 
 
 def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: Any) -> RowIndices:
-    """The batch of a decode step of these tokens int32 [B], as if the rows had just been sampled.
+    """The input of a decode step for these tokens int32 [B], as if they had just been sampled.
 
-    `seq_lens` count the tokens; a row of 0 is padding.
+    `seq_lens` include the tokens; 0 is a padding row.
     """
     batch = limits.batch
     cursor = np.zeros((batch, 3), np.int32)
@@ -137,7 +137,7 @@ def places_of(limits: Limits, tokens: Any, seq_lens: Any, tables: Any, slots: An
 
 
 def run_step(engine: Engine, step: EngineStep, given: Any, state: Any) -> tuple[Any, Any]:
-    """(what it tells, the state after it) of a step of an engine; rows are of the engine."""
+    """Runs a step of an engine on the engine's rows: (the step's output, the state after it)."""
     engine.start()
     runner = engine._runner
     executable = engine.executables[str(step)]
@@ -146,7 +146,7 @@ def run_step(engine: Engine, step: EngineStep, given: Any, state: Any) -> tuple[
 
 
 def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request]:
-    """Requests of different texts and lengths."""
+    """Requests of different prompts and lengths."""
     return [
         Request([(7 * i + 3 * j) % 250 + 1 for j in range(length + i)], max_tokens=max_tokens + i)
         for i in range(count)
@@ -154,7 +154,7 @@ def prompts(count: int, *, length: int = 5, max_tokens: int = 6) -> list[Request
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, *memories: DeviceMemory) -> None:
-    """Makes engines see these memories, one after another; the last for good."""
+    """Makes engines see these memories one after another, and then always the last."""
     left = list(memories)
 
     def next_memory(device: Any) -> DeviceMemory:
@@ -164,7 +164,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *memories: DeviceMemory) -> None:
 
 
 def random_requests(draw: random.Random, count: int) -> list[Request]:
-    """Requests with short prompts and texts, two of three of them greedy, numbered from 0."""
+    """Requests with short prompts and answers, numbered from 0; two of three are greedy."""
     return [
         Request(
             bytes(draw.randrange(256) for _ in range(draw.randint(1, 60))),

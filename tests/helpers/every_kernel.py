@@ -1,6 +1,6 @@
-"""Every public op that has a kernel once, on small arrays that the kernel takes.
+"""Each public op that has a kernel, once, on small arrays that the kernel supports.
 
-`arguments(name)` gives (arrays, the rest), both by keyword: those of scripts/cases/single.py.
+`arguments(name)` gives (arrays, options), both by keyword, from scripts/cases/smoke.py.
 """
 
 import contextlib
@@ -15,24 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxattn import gqa
-from scripts.cases import ops, single
+from scripts.cases import ops, smoke
 
 HOPPER = types.SimpleNamespace(device_kind="H200", compute_capability="9.0", core_count=132)
-cases = functools.cache(single.cases)
+cases = functools.cache(smoke.cases)
 
 OPS = {name: ops.OPS[name].call for name in cases()}
 
 
 @contextlib.contextmanager
 def on_hopper() -> Iterator[None]:
-    """Ops see a Hopper GPU, and JAX itself what there is."""
+    """Ops see a Hopper GPU; JAX itself sees the real devices."""
     gpu: Any = {"default_backend": lambda: "gpu", "devices": lambda: [HOPPER]}
     with mock.patch.multiple(jax, **gpu):
         yield
 
 
 def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of two rows; what is random differs by `seed`."""
+    """(arrays, options) for two rows; random arrays depend on `seed`."""
     case = cases()[name]
     arrays = jax.tree.map(jnp.asarray, case.arrays(seed))
     if "seq_lens" in arrays:
@@ -43,7 +43,7 @@ def arguments(name: str, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]
         arrays["kv_cache"] = gqa.turbo_cache_write(
             arrays["kv_cache"],
             *jnp.asarray(tokens, jnp.bfloat16),
-            form=single.FORM,
+            form=smoke.FORM,
             query_lens=paged["seq_lens"],
             **paged,
         )

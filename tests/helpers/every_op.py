@@ -1,7 +1,7 @@
-"""Every public op and module once, on small NumPy arrays: what holds of all of them is tested here.
+"""Each public op and module, once, on small NumPy arrays, for tests of what holds for all of them.
 
-`arguments(**sizes)` gives each op's arguments by name; an op takes them as keywords. The arrays of
-an op that has a kernel are those of scripts/cases/ops.py.
+`arguments(**sizes)` gives each op's arguments by keyword. The arrays of an op that has a kernel are
+those of scripts/cases/ops.py.
 """
 
 import functools
@@ -26,7 +26,7 @@ from jaxattn.ops.linear.rms_norm import rms_norm_layer
 from scripts.cases.case import fill
 from scripts.cases.ops import OPS as KERNELS
 from scripts.cases.ops import PAGED
-from scripts.cases.shapes import shapes
+from scripts.cases.shape_spec import shapes
 
 CONFIG = RopeConfig(dim=4)
 HIDDEN, PAGES, PAGE, SLOTS = 16, 8, 4, 4
@@ -76,7 +76,7 @@ def gqa_module(num_heads: int, num_kv_heads: int) -> GroupedQueryAttention:
 
 
 def module(make: Any, method: str = "__call__") -> Any:
-    """An op of a module's method: the constructor's arguments are those in `sizes`."""
+    """Makes an op of a module's method; `sizes` are the constructor's arguments."""
 
     def call(*, sizes: dict[str, Any], **kwargs: Any) -> Any:
         return getattr(make(**sizes), method)(**kwargs)
@@ -149,7 +149,7 @@ OPS = {
 }
 
 
-# Sizes of the ops that share a name for another thing; a text is the size that has the value.
+# Size names that differ between ops; a string is the name of the size with the value.
 OF_MLA = dict(D=LATENT, latent=LATENT, nope=NOPE, rope=ROPE, rank=RANK, Dv=VALUES, W=7)
 OF_MLA |= dict(ragged=True)
 OF_GQA = dict(D=HEAD, sinks=True, gate=True, ragged=True, lengths=True)
@@ -194,8 +194,8 @@ def _layer_of(sizes: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[st
     return lambda s: sizes(s) | LAYER
 
 
-# Of each op its arrays, None for those of its kernel; its options, or what makes them of sizes; and
-# the sizes that are its own.
+# For each op: its arrays, or None for those of its kernel; its options, or a function of the sizes;
+# and its own sizes.
 TABLE: dict[str, tuple[str | None, Any, dict[str, Any]]] = {
     "mla_decode": (None, dict(scale=0.3, kv_lora_rank=RANK, layer=1), OF_MLA),
     "mla_prefill": (None, SCALED | LAYER, OF_MLA),
@@ -281,9 +281,9 @@ def arguments(
     name: str, *, batch: int = 2, tokens: int = 2, heads: int = 2, keys: int = 1, values: int = 2,
     features: int = 5,
 ) -> dict[str, Any]:  # fmt: skip
-    """Arguments of the named op: B, T or S, H, Hk, Hv, and the features of a norm or convolution.
+    """Arguments of the named op, for B, T or S, H, Hk, Hv, and a norm's or convolution's features.
 
-    Integers are int32 arrays, floats float32 ones. `layer` is given where the op has one.
+    Integers are int32 arrays, floats float32 arrays. `layer` is included if the op has one.
     """
     integers = {
         "block_tables": np.arange(2 * batch).reshape(batch, 2),

@@ -1,6 +1,6 @@
-"""Rows of exact mode in random company, each answered twice: drawn, and replayed by `score`.
+"""Rows of exact mode in random company, each generated twice: sampled, and replayed by `score`.
 
-python -m tests.helpers.exact_rows kda 60 [SEED]   so many seconds of it on a GPU, with the kernels
+python -m tests.helpers.exact_rows kda 60 [SEED]   runs for 60 seconds on a GPU, with the kernels
 """
 
 import hashlib
@@ -28,7 +28,7 @@ FAMILIES = {
     "sparse": ("sparse", "sparse"),
     "dense": ("gqa", "gqa"),
 }
-# Of tiny layers that XLA runs, and of the least ones that the kernels take.
+# Tiny layers that XLA runs, and the smallest layers that the kernels support.
 TINY: dict[str, Any] = dict(
     hidden=32, heads=2, head=8, latent=16, inner=24, experts=4, vocab=64, top=128, longest=512,
     beginnings=(100, 200, 256, 256),
@@ -40,14 +40,14 @@ LEAST: dict[str, Any] = dict(
 
 
 class Company(NamedTuple):
-    """What happened to rows.
+    """The result of a comparison.
 
     Attributes:
-        rows, tokens: that were compared.
-        differing: ids of rows whose bits are others when they are replayed.
-        preempted, replayed: rows that lost their pages, and tokens that these decoded again.
-        cached: tokens of prompts that were found in the cache of prefixes.
-        digest: of all bits, which other processes can compare.
+        rows, tokens: The numbers of compared rows and tokens.
+        differing: Ids of rows whose bits differ in the replay.
+        preempted, replayed: The number of preempted rows, and of tokens that they decoded again.
+        cached: Prompt tokens that were found in the prefix cache.
+        digest: A hash of all bits, for comparison with other processes.
     """
 
     rows: int
@@ -60,7 +60,7 @@ class Company(NamedTuple):
 
 
 def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
-    """Two layers of a family, the first with experts, in bfloat16."""
+    """A bfloat16 model with two layers of a family, the first with experts."""
     hidden, heads, head = (sizes[name] for name in ("hidden", "heads", "head"))
     rope = RopeConfig(dim=head // 2)
     latent: dict[str, Any] = dict(
@@ -94,7 +94,7 @@ def exact_model(family: str, sizes: dict[str, Any]) -> DecoderModel:
 
 
 def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
-    """An engine in exact mode whose pages do not hold all rows at full length."""
+    """An engine in exact mode whose page pool is too small for all rows at full length."""
     model = exact_model(family, sizes)
     given: dict[str, Any] = dict(
         max_model_len=sizes["longest"], prefill_chunk=256, prefill_rows=2, checkpoints=2
@@ -110,7 +110,7 @@ def exact_engine(family: str, sizes: dict[str, Any], **limits: Any) -> Engine:
 
 
 def random_rows(draw: random.Random, count: int, sizes: dict[str, Any]) -> list[Request]:
-    """Requests of which some begin alike, with all ways to sample."""
+    """Requests with all ways of sampling, some of which share a prefix."""
     vocab = sizes["vocab"]
     beginnings = [[draw.randrange(vocab) for _ in range(n)] for n in sizes["beginnings"]]
     found = []
@@ -133,7 +133,7 @@ def random_rows(draw: random.Random, count: int, sizes: dict[str, Any]) -> list[
 
 
 def in_company(engine: Engine, requests: list[Request], draw: random.Random) -> list[Completion]:
-    """What requests are answered that come a few at a time, beside others that are aborted."""
+    """The answers to requests that arrive a few at a time, with other requests that are aborted."""
     left, done, companions = list(requests), {}, range(10**6, 10**6 + len(requests))
     draw.shuffle(left)
     coming = iter(companions)
@@ -152,12 +152,12 @@ def in_company(engine: Engine, requests: list[Request], draw: random.Random) -> 
 
 
 def bits(found: tuple[Logprobs | None, ...]) -> list[bytes]:
-    """Those of the log-probabilities of tokens, where there are any."""
+    """The bits of the tokens' log-probabilities, if there are any."""
     return [np.float32(each.token).tobytes() for each in found if each is not None]
 
 
 def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Company:
-    """Draws rows, and then replays what they said, each time in other company."""
+    """Generates rows, and then replays their tokens, each time in other company."""
     before = engine.stats.replayed_tokens, engine.scheduler.preemptions
     done = in_company(engine, requests, draw)
     assert all(each.finish_reason is FinishReason.LENGTH for each in done)
@@ -184,14 +184,14 @@ def compare(engine: Engine, requests: list[Request], draw: random.Random) -> Com
 
 
 def on_gpu(family: str) -> Engine:
-    """An engine of the least layers that the kernels take."""
+    """An engine with the smallest layers that the kernels support."""
     engine = exact_engine(family, LEAST, batch=64, num_pages=200, checkpoints=8)
     assert set(engine.implementations.values()) == {"mosaic_gpu"}, engine.implementations
     return engine
 
 
 def main(family: str, seconds: str, seed: str = "7") -> None:
-    """Compares 250 rows at a time until the time is over."""
+    """Compares 250 rows at a time until the time is up."""
     begin = time.perf_counter()
     engine, draw = on_gpu(family), random.Random(int(seed))
     print(family, f"ready after {time.perf_counter() - begin:.0f} s", flush=True)

@@ -1,8 +1,8 @@
-"""One executable for equal programs: what XLA has compiled once it does not compile again.
+"""One executable for equal programs: XLA does not compile a program twice.
 
-Each engine and each call of a function that is defined in a test has jitted functions of its own,
-so JAX compiles the same text again and again. JAX still traces and lowers each of them, and reports
-that it compiles each; a program is equal if its text, its options and its devices are.
+Each engine, and each call of a function defined in a test, has its own jitted functions, so JAX
+would compile the same text again and again. JAX still traces and lowers each function, and reports
+a compilation. Programs are equal if their text, options and devices are.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-# What leave_out_locations has replaced: (module, function), if it has.
+# (module, function) that leave_out_locations has replaced, if it has.
 LOCATIONS: list[tuple[Any, Any]] = []
-MOST = 1024  # programs that are kept; those that were used last
+MOST = 1024  # number of programs to keep, the most recently used ones
 
 
 def share_executables() -> None:
-    """For the whole process. Where JAX has moved what this replaces, it stays as it is."""
+    """Enables this in the whole process. It does nothing if JAX has moved the replaced function."""
     try:
         from jax._src import compiler
 
@@ -30,7 +30,7 @@ def share_executables() -> None:
     kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def compiled(backend: Any, module: Any, devices: Any, options: Any, host_callbacks: Any) -> Any:
-        # A callback is of this call alone; another platform's executables may hold its memory.
+        # A callback belongs to one call; executables of another platform may hold its memory.
         if host_callbacks or backend.platform != "cpu":
             return compile_one(backend, module, devices, options, host_callbacks)
         text = io.BytesIO()
@@ -47,14 +47,15 @@ def share_executables() -> None:
 
 
 def leave_out_locations(*, scopes: bool = False) -> None:
-    """For the whole process: operations of a program do not say where in the source they are from.
+    """Removes the source locations of a program's operations, in the whole process.
 
-    A name and a place for each take a twelfth of an engine's time to compile, since JAX makes them
-    and XLA carries them along. `with_locations` puts them back. Where JAX has moved what this
-    replaces, it stays as it is.
+    JAX creates a name and a location for each operation, and XLA passes them on, which takes a
+    twelfth of an engine's compile time. `with_locations` restores them. It does nothing if JAX has
+    moved the replaced function.
 
     Args:
-        scopes: keep the names of scopes and operations, which tests of compiled text read.
+        scopes: Whether to keep the names of scopes and operations, which tests of compiled text
+            read.
     """
     try:
         from jax._src.interpreters import mlir
@@ -73,7 +74,7 @@ def leave_out_locations(*, scopes: bool = False) -> None:
 
 @contextlib.contextmanager
 def with_locations() -> Iterator[None]:
-    """For tests that read in compiled text of which scope or function an instruction is."""
+    """Restores locations for tests that read the scope or function of a compiled instruction."""
     with pytest.MonkeyPatch.context() as patch:
         for module, function in LOCATIONS:
             patch.setattr(module, "source_info_to_location", function)
@@ -81,10 +82,10 @@ def with_locations() -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """For the whole process: malloc gives little back to the system, where it is glibc's.
+    """Lets malloc, if it is glibc's, return little memory to the system, in the whole process.
 
-    XLA and LLVM free what a compilation took, and the next one takes as much: a twentieth of the
-    time went into it.
+    XLA and LLVM free the memory of a compilation, and the next one needs as much. This took 5% of
+    the time.
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
     try:

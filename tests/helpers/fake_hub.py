@@ -1,4 +1,4 @@
-"""A hub on this machine: as much of the Hugging Face hub's API as fetching a model needs."""
+"""A local hub with the part of the Hugging Face hub's API that fetching a model needs."""
 
 import contextlib
 import dataclasses
@@ -27,14 +27,14 @@ COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 
 @dataclasses.dataclass
 class FakeHub:
-    """Serves the files of models, and remembers what it was asked.
+    """Serves the files of models, and records all requests.
 
     Attributes:
-        models: the files of each model, by "org/name".
-        refuse: of a model or a file, the status and the X-Error-Code to answer with.
-        cut: of a file, the bytes after which the connection ends, once.
-        stalls: files of which half is sent; `stalled` is set then, and the rest never comes.
-        asked: method, path and headers of each request.
+        models: The files of each model, by "org/name".
+        refuse: The status and the X-Error-Code to answer with, by model or file.
+        cut: The number of bytes after which the connection ends, once, by file.
+        asked: The method, path and headers of each request.
+        stalls: Files of which the hub sends only half, then sets `stalled` and waits.
     """
 
     models: dict[str, dict[str, bytes]]
@@ -47,12 +47,12 @@ class FakeHub:
     endpoint: str = ""
 
     def got(self) -> list[str]:
-        """The files whose bytes were asked for."""
+        """The files whose contents were requested."""
         found = (path for how, path, _ in self.asked if how == "GET" and "/resolve/" in path)
         return sorted({path.rpartition("/")[2] for path in found})
 
     def revisions(self, file: str) -> set[str]:
-        """The revisions under which a file was asked for."""
+        """The revisions under which a file was requested."""
         return {p.split("/")[-2] for _, p, _ in self.asked if p.endswith(f"/{file}")}
 
     @contextlib.contextmanager
@@ -75,7 +75,7 @@ class FakeHub:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, folder: Path) -> None:
-    """Makes huggingface_hub of this process ask a hub, without a token, with a cache of its own."""
+    """Makes this process's huggingface_hub use a hub, without a token, and with its own cache."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
@@ -93,7 +93,7 @@ def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, folder: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What a repository of a model holds: what is needed, and what must never be asked for."""
+    """The files of a model's repository: needed ones, and ones that must never be requested."""
     found = {file.name: file.read_bytes() for file in folder.iterdir()}
     return NEVER | {name: data for name, data in found.items() if "reference" not in name}
 
@@ -112,7 +112,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._file(body=True)
 
     def do_POST(self) -> None:
-        """/api/models/ORG/NAME/paths-info/REVISION: which of the paths there are."""
+        """/api/models/ORG/NAME/paths-info/REVISION: which of the paths exist."""
         self._remember()
         data = self.rfile.read(int(self.headers["Content-Length"])).decode()
         org, name = self.path.split("/")[3:5]
@@ -129,7 +129,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _file(self, *, body: bool) -> None:
         """/ORG/NAME/resolve/REVISION/FILE."""
         self._remember()
-        if "/resolve/" not in self.path:  # the library asks more than for files
+        if "/resolve/" not in self.path:  # the library requests more than files
             self._answer(404, b"")
             return
         org, name, _, revision, file = urllib.parse.unquote(self.path).strip("/").split("/", 4)

@@ -1,7 +1,7 @@
-"""A package named vllm, and one named torch, with the face that the bench's adapter uses.
+"""Packages named vllm and torch, with the interface that the bench's adapter uses.
 
-Its engine gives each request a token per step of a millisecond. Its server answers /health and
-/collective_rpc, and writes what it was asked for into a file.
+The fake engine gives each running request a token per step of a millisecond. The fake server
+answers /health and /collective_rpc, and writes the request to a file.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ class LLM:
         config = json.loads((pathlib.Path(given["model"]) / "config.json").read_text())
         assert config["architectures"] == ["Qwen3ForCausalLM"], config
         assert given["load_format"] == "dummy" and given["skip_tokenizer_init"], given
-        assert given["worker_extension_cls"].endswith("OrdinaryWeights"), given
+        assert given["worker_extension_cls"].endswith("VllmDummyWeights"), given
         self.llm_engine = Engine()
     def collective_rpc(self, method):
         assert method == "set_ordinary_weights"
@@ -79,7 +79,7 @@ ASKED = Path("vllm", "entrypoints", "openai", "asked.json")
 
 
 def write_packages(folder: Path) -> None:
-    """Writes both packages, for `sys.path` and PYTHONPATH."""
+    """Writes both packages into a folder for `sys.path` and PYTHONPATH."""
     server = folder / "vllm" / "entrypoints" / "openai"
     server.mkdir(parents=True)
     (folder / "vllm" / "__init__.py").write_text(ENGINE)

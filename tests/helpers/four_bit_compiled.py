@@ -1,4 +1,4 @@
-"""Numbers of 4 bits, each call compiled as one: one operation by itself takes as long."""
+"""4-bit numbers, each call compiled as one program; compiling one operation takes as long."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Folders in FP8 with random numbers, whose matrices beside the experts may stay FP8."""
+"""FP8 folders with random numbers, in which matrices outside the experts may stay FP8."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.helpers.safetensors_files import write_file
 
 
 def fields_of(classes: str) -> dict[str, Any]:
-    """A config.json in the words of publishers."""
+    """A config.json in the publishers' spelling."""
     made = checkpoint_variations.whole_blocks(classes)
     more = {"quantization_config": FP8, "model_type": made.model_type}
     return (
@@ -22,7 +22,7 @@ def fields_of(classes: str) -> dict[str, Any]:
 
 
 def write_folder(folder: Path, classes: str) -> Path:
-    """Numbers fill e4m3's range, and scales bring them back to order 1."""
+    """Writes numbers over e4m3's range, with scales that bring them back to order 1."""
     config = fields_of(classes)
     (folder / "config.json").write_text(json.dumps(config))
     random, tensors = np.random.default_rng(3), {}

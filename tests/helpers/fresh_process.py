@@ -1,8 +1,8 @@
-"""What a process finds that has just started: one for all tests that ask.
+"""Checks of a process that has just started: one process for all tests that need one.
 
-An import takes JAX two seconds of CPU time.
-Each part is a piece of a program. They run one after another, so the first sees what imports bring
-and the last starts JAX's backend. A part that fails says its traceback.
+Importing takes JAX two seconds of CPU time. Each part is a piece of a program. The parts run one
+after another, so the first sees the effect of imports, and the last starts JAX's backend. A part
+that fails prints its traceback.
 """
 
 import functools
@@ -88,5 +88,5 @@ def _found() -> dict[str, str]:
 
 
 def said_by_a_fresh_process(part: str) -> str:
-    """What a part of `PARTS` printed."""
+    """The text that a part of `PARTS` printed."""
     return _found()[part]

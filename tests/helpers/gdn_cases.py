@@ -1,4 +1,4 @@
-"""What the delta rule's tests share: random inputs, and its recurrence in float64."""
+"""Random inputs for tests of the delta rule, and its recurrence in float64."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def make(
     batch, length, key_heads, value_heads, key_dim, value_dim=None, gates="logsigmoid", beta=None,
     *, channels=False,
 ):  # fmt: skip
-    """Random inputs; `channels`: every channel of the key has a decay of its own."""
+    """Random inputs; with `channels`, every channel of the key has its own decay."""
     rng = np.random.default_rng([batch, length, key_heads, value_heads, key_dim])
     k = rng.standard_normal((batch, length, key_heads, key_dim))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
@@ -57,9 +57,9 @@ def make_state(count, value_heads, key_dim, value_dim=None, seed=7):
 
 
 def oracle(q, k, v, g, beta, initial_state=None, scale=None, cu_seqlens=None, l2norm=False):
-    """Token by token in float64, of decays per head [B, T, Hv] or channel [B, T, Hv, Dk].
+    """The recurrence in float64, token by token; decays are [B, T, Hv], or [B, T, Hv, Dk].
 
-    Returns the output of real tokens and every final state.
+    Returns the output of real tokens and all final states.
     """
     q, k, v, g, beta = (np.asarray(x).astype(np.float64) for x in (q, k, v, g, beta))
     if l2norm:

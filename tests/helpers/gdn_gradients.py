@@ -1,4 +1,4 @@
-"""Gradients of the delta rules' recurrences in float64, token by token."""
+"""Float64 gradients of the delta rules' recurrences, token by token."""
 
 import functools
 
@@ -37,7 +37,7 @@ def _gradients(arguments, cotangents, *, scale, l2norm):
 
 
 def oracle_gradients(case, dout, dfinal, *, l2norm=True, scale=128**-0.5):
-    """Those of a `Case`'s arguments, without the padding, in float64."""
+    """Float64 gradients of the arguments of a `Case`, without the padding."""
     with jax.enable_x64(True):
         wide = [np.asarray(x)[0, : case.tokens].astype(np.float64) for x in (*case.args, dout)]
         states, dstates = (np.asarray(x, np.float64) for x in (case.initial_state, dfinal))
@@ -52,7 +52,7 @@ def oracle_gradients(case, dout, dfinal, *, l2norm=True, scale=128**-0.5):
 
 
 def assert_gradients(case, actual, expected, *, bound):
-    """Each within the bound, and 0 for padding."""
+    """Asserts that each gradient is within the bound, and 0 for padding."""
     wrong = {}
     for name, ours, theirs in zip(NAMES, actual, expected, strict=True):
         ours = np.asarray(ours)

@@ -1,4 +1,4 @@
-"""What the tests of the delta rule's prefill kernels share: packed cases, and float64 for them."""
+"""Packed cases for tests of the delta rule's prefill kernels, and their float64 reference."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jax import Array
 from jaxattn import gdn, kda
 from tests.helpers.kernel_cases import poisoned, relative
 
-BOUND = 5e-3  # relative L2 of outputs and states in bfloat16
+BOUND = 5e-3  # relative L2 error of outputs and states in bfloat16
 
 
 @dataclasses.dataclass
@@ -19,11 +19,11 @@ class Case:
     q: Array  # [1, T, Hk, 128]
     k: Array
     v: Array  # [1, T, Hv, 128]
-    g: Array  # [1, T, Hv], or of decays per channel [1, T, Hv, 128]
+    g: Array  # [1, T, Hv], or with decays per channel [1, T, Hv, 128]
     beta: Array
     initial_state: Array  # [n, Hv, 128, 128]
     cu_seqlens: Array
-    tokens: int  # T less the padding
+    tokens: int  # T without the padding
 
     @property
     def args(self):
@@ -38,7 +38,7 @@ def make_case(
     lens, *, key_heads=1, value_heads=2, dtype=jnp.bfloat16, padding=10, gates=1.0, seed=0,
     channels=False,
 ):  # fmt: skip
-    """Sequences packed in one row, then `padding` tokens of NaN."""
+    """Sequences packed in one row, followed by `padding` tokens of NaN."""
     rng = np.random.default_rng(seed)
     tokens = sum(lens)
     total = tokens + padding
@@ -66,7 +66,7 @@ def make_case(
 
 
 def oracle(case, *, l2norm=True, scale=128**-0.5):
-    """(o [1, tokens, Hv, 128], final states) token by token in float64."""
+    """(o [1, tokens, Hv, 128], final states), token by token in float64."""
     q, k, v, g, beta = (np.asarray(x)[0, : case.tokens].astype(np.float64) for x in case.args)
     if l2norm:
         q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -105,24 +105,24 @@ def assert_matches(case, out, states, *, bound=BOUND, **options):
 
 @dataclasses.dataclass
 class PoolCase:
-    """Sequences of a `Case` whose states lie in slots of layer 1; everything else is NaN."""
+    """A `Case` whose states are in slots of layer 1; everything else is NaN."""
 
     case: Case
     pool: Array  # [2, Z, Hv, 128, 128]
     reads: list[int]  # -1: a padding sequence
     writes: list[int]
-    kept: list[list[int]]  # slots of the states after every so many tokens
+    kept: list[list[int]]  # slots of the states after every `every` tokens
     every: int
     fresh: list[bool]
 
     @property
     def live(self):
-        """Which tokens belong to a sequence that is none of padding."""
+        """Which tokens belong to a sequence that is not padding."""
         return live_tokens(self.case, self.reads)
 
     @property
     def arguments(self):
-        """Of `gated_delta_rule_prefill`, by name."""
+        """The arguments of `gated_delta_rule_prefill`, by name."""
         names = ("q", "k", "v", "g", "beta")
         slots = dict(state_indices=self.reads, write_indices=self.writes)
         return dict(
@@ -159,14 +159,14 @@ def on_a_pool(case, reads, writes, kept, *, num_slots, every=64, fresh=(), dtype
 
 @jax.jit
 def _own(token, first, args, state):
-    """The arguments with NaN for other tokens, and the states with zeros for fresh sequences."""
+    """The arguments with NaN for other tokens, and states with zeros for fresh sequences."""
     mask = lambda x: jnp.where(token.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)  # noqa: E731
     own = [mask(x) for x in args]
     return own, jnp.where(first[:, None, None, None], 0.0, state.astype(jnp.float32))
 
 
 def assert_pool_matches(pooled, out, new):
-    """Against float64; every slot that nobody writes keeps its bits, NaN or not."""
+    """Compares with float64, and asserts that every slot that is not written keeps its bits."""
     out, new = np.asarray(out), np.asarray(new)
     case, every, untouched = pooled.case, pooled.every, np.ones(new.shape[:2], bool)
     inputs, initial = [np.asarray(x) for x in case.args], np.asarray(case.initial_state)

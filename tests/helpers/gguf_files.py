@@ -1,4 +1,4 @@
-"""GGUF files of a few tensors, written number by number."""
+"""Writes GGUF files of a few tensors, byte by byte."""
 
 import struct
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ def text(value: str) -> bytes:
 
 
 def value_of(value: Any) -> bytes:
-    """A value behind its type: texts, integers, floats, flags and lists of the first three."""
+    """A value after its type: strings, integers, floats, bools, or lists of the first three."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
@@ -42,7 +42,7 @@ def write_gguf(
     *,
     version: int = 3,
 ) -> Path:
-    """A file of these.
+    """Writes a file with this metadata and these tensors.
 
     Args:
         tensors: name -> (type, shape with the rows first, bytes).
@@ -61,7 +61,7 @@ def write_gguf(
 
 
 def floats(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """A tensor of F32."""
+    """An F32 tensor."""
     return "F32", array.shape, array.astype(np.float32).tobytes()
 
 
@@ -116,7 +116,7 @@ CONFIG = {
 
 
 def metadata_of(kind: str) -> dict[str, Any]:
-    """What the file of such a model says."""
+    """The metadata of such a model's file."""
     own = {
         "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": INNER,
         "block_count": LAYERS, "attention.head_count": HEADS, "attention.head_count_kv": KV,
@@ -147,7 +147,7 @@ _NAMES = {
 
 
 def gguf_tensors(kind: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The tensors as llama.cpp's converter writes them: pairs of llama's rows stand together."""
+    """The tensors in llama.cpp's layout, which interleaves the rows of llama's rotated pairs."""
     found = {}
     for name, array in tensors.items():
         stem, _, end = name.rpartition(".")

@@ -1,7 +1,7 @@
 """Grouped-query decode: inputs whose unowned memory is poison, and a float64 oracle in NumPy.
 
-Poison: every page that no row owns, every page's tail, what lies left of a window and every other
-layer is NaN; block tables end, and begin left of a window, in page numbers that do not exist.
+Poison is NaN in every page that no row owns, every page's tail, everything left of a window and
+every other layer. Block tables end, and begin left of a window, with invalid page numbers.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def gqa_case(
 ) -> GQACase:
     """Random queries, and a poisoned cache whose rows hold `lens` tokens on shuffled pages.
 
-    With `scales`, [2, Hk], the cache is FP8, and its numbers times these are of order 1.
+    With `scales`, [2, Hk], the cache is FP8, and its numbers times the scales are of order 1.
     """
     rng = np.random.default_rng(seed)
     needed = [-(-n // page) for n in lens]
@@ -109,7 +109,7 @@ def launch_gqa_decode(
     detect_races: bool = False,
     **asked: Any,
 ) -> tuple[Array, ...]:
-    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    """Launches the kernel for a call with these arguments, without the op's checks."""
     call = GqaDecodeCall(
         q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
     )
@@ -117,7 +117,7 @@ def launch_gqa_decode(
 
 
 def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:
-    """(out [B, S, H, D], lse [B, S, H]) in float64; (0, -inf) where a token sees no key."""
+    """(out [B, S, H, D], lse [B, S, H]) in float64; (0, -inf) if a token sees no key."""
     q, lens, tables = (np.asarray(x) for x in (case.q, case.seq_lens, case.block_tables))
     batch, q_len, heads, dim = q.shape
     page, kv_heads = case.kv_cache.shape[3:5]
@@ -153,13 +153,16 @@ def gqa_oracle(case: GQACase) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_sinks_at_their_ends(case: GQACase) -> None:
-    """Sinks without which the softmax is, and one that has nearly all of it."""
+    """Sets half of the sinks to -inf, which has no effect, and one so high that it dominates."""
     case.options["sinks"] = case.options["sinks"].at[::2].set(-np.inf).at[3].set(30.0)
 
 
 def assert_gqa_close(case: GQACase, out: Array, lse: Array) -> None:
-    """Each row of the output within 2/128 of its largest value and 4e-3 in relative L2, since P is
-    rounded to the queries' dtype before it meets the values; the LSE within 2e-5."""
+    """Compares with the oracle: P is rounded to the queries' dtype before the product with V.
+
+    So each output row is within 2/128 of its largest value and 4e-3 in relative L2, and the LSE is
+    within 2e-5.
+    """
     expected, expected_lse = gqa_oracle(case)
     assert out.shape == expected.shape and out.dtype == case.q.dtype
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected_lse))
@@ -172,7 +175,7 @@ def assert_gqa_close(case: GQACase, out: Array, lse: Array) -> None:
 
 
 def expected_shape(case: GQACase) -> dict[str, int]:
-    """What `decode_schedule` and `scratch` ask for beside the lengths."""
+    """The arguments of `decode_schedule` and `scratch` other than the lengths."""
     _, q_len, num_heads, head_dim = case.q.shape
     page_size, num_kv_heads = case.kv_cache.shape[3:5]
     return dict(

@@ -1,8 +1,9 @@
 """Grouped-query prefill: inputs whose unowned memory is poison, and a float64 oracle in NumPy.
 
-Poison, NaN: queries, keys, values and gates past a row's new tokens and before its first position;
-pages that no row owns, the tails of pages, the new tokens' own places in the cache, what lies left
-of a window, every other layer. Tables end, and begin left of a window, in pages that do not exist.
+Poison is NaN in queries, keys, values and gates past a row's new tokens and before its first
+position. In the cache it is NaN in pages that no row owns, the tails of pages, the new tokens'
+places, everything left of a window, and every other layer. Block tables end, and begin left of a
+window, with invalid page numbers.
 """
 
 import dataclasses
@@ -17,13 +18,14 @@ from tests.helpers.kernel_cases import NO_SUCH_PAGE, relative
 
 @dataclasses.dataclass
 class PrefillCase:
-    """
+    """The arguments of a prefill.
+
     Attributes:
         new: q [B, T, H, D], k and v [B, T, Hk, D].
-        cached: kv_cache [L, N, 2, C, Hk, D] and tables [B, M].
+        cached: kv_cache [L, N, 2, C, Hk, D] and block tables [B, M].
         lengths: seq_lens and query_lens.
         options: window, soft_cap, scale, and arrays sinks and gate.
-        keys, values: of each row, all its tokens' [len, Hk, D].
+        keys, values: All tokens of each row, [len, Hk, D].
     """
 
     new: tuple[Array, Array, Array]
@@ -56,7 +58,7 @@ def prefill_case(
     gate: bool = False,
     seed: int = 0,
 ) -> PrefillCase:
-    """Rows of `lens` tokens, of which the last `new` are; T is `tokens` or the most of them."""
+    """Rows of `lens` tokens, of which the last `new` are new; T is `tokens` or the maximum."""
     rng = np.random.default_rng(seed)
     tokens, heads = tokens or max(new), group * kv_heads
 
@@ -98,7 +100,7 @@ def prefill_case(
 
 
 def prefill_oracle(case: PrefillCase, heads: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
-    """(out [B, T, H, D], lse [B, T, H]) in float64; (0, -inf) where a token is padding."""
+    """(out [B, T, H, D], lse [B, T, H]) in float64; (0, -inf) for padding."""
     q = np.asarray(case.new[0], np.float64)
     _, tokens, count, dim = q.shape
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
@@ -136,9 +138,11 @@ def prefill_oracle(case: PrefillCase, heads: slice = slice(None)) -> tuple[np.nd
 def assert_prefill_close(
     case: PrefillCase, out: Array, lse: Array, heads: slice = slice(None)
 ) -> None:
-    """Each row of the output within 1e-3 or 2/128 of its largest value and 4e-3 in relative L2,
-    since P is rounded to the queries' dtype before it meets the values; the LSE within 1e-5 or 4
-    float32 ulp; exactly 0 and -inf at padding."""
+    """Compares with the oracle: P is rounded to the queries' dtype before the product with V.
+
+    So each output row is within 1e-3 or 2/128 of its largest value, and all are within 4e-3 in
+    relative L2. The LSE is within 1e-5 or 4 float32 ulp. Padding is exactly 0 and -inf.
+    """
     expected, expected_lse = prefill_oracle(case, heads)
     out, lse = out[:, :, heads], lse[:, :, heads]
     assert out.shape == expected.shape and out.dtype == case.new[0].dtype

@@ -1,5 +1,7 @@
-"""Grouped-query attention in float64 NumPy, token by token, over pages poisoned where no row may
-look: pages without an owner, the tails of pages, the tails of page tables, tokens left of a window.
+"""Grouped-query attention in float64 NumPy, token by token, over poisoned pages.
+
+Poison is in pages without an owner, the tails of pages and block tables, and tokens left of a
+window.
 """
 
 from typing import NamedTuple
@@ -10,7 +12,7 @@ BEYOND = (2147480000, -1)
 
 
 class Pool(NamedTuple):
-    """A stack of layers and what each row owns of it."""
+    """A stack of layers, and the pages that each row owns in it."""
 
     cache: np.ndarray  # [L, N, 2, C, Hk, D]
     tables: np.ndarray  # [B, M], `beyond` past a row's pages
@@ -26,8 +28,12 @@ def normal(*shape, seed=1, scale=1.0):
 def make_pool(
     lens, *, page, kv_heads, dim, layer=1, seed=0, poison=np.nan, beyond=BEYOND[0], unread=None
 ):
-    """`unread`: of each row, how many first tokens are left of every query's window: poison, and
-    the pages that hold nothing else are `beyond` in the table."""
+    """Makes a poisoned cache.
+
+    Args:
+        unread: For each row, the number of first tokens that are left of every query's window. They
+            are poison, and pages with only such tokens are `beyond` in the table.
+    """
     rng = np.random.default_rng(seed)
     pages = [-(-n // page) for n in lens]
     order = rng.permutation(sum(pages) + 3).tolist()
@@ -49,7 +55,7 @@ def attend_numpy(
     q, keys, values, *, query_lens=None, scale=None, window=None, sinks=None, soft_cap=None,
     gate=None,
 ):  # fmt: skip
-    """(out, lse) of the rows' last tokens, each alone; the positions are the keys' own."""
+    """(out, lse) of the rows' last tokens, one by one; keys are indexed by their positions."""
     out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     for b, s, h in np.ndindex(q.shape[:3]):

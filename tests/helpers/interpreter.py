@@ -1,11 +1,12 @@
 """The interpreter of kernels with host callbacks that take NumPy arrays.
 
-Each load, store and barrier of an interpreted kernel is a callback. JAX puts the arguments of each
-on a device and makes them NumPy arrays again: four fifths of a kernel's time. The interpreter
-computes with NumPy alone, so results and races are the same, to the bit.
+Each load, store and barrier of an interpreted kernel is a callback. JAX puts its arguments on a
+device and converts them back to NumPy arrays, which takes 80% of a kernel's time. The interpreter
+computes only with NumPy, so results and races are the same, to the bit.
 
-Each block and each warpgroup runs its part of a kernel in a thread, and JAX looks up its executable
-step by step: traced, lowered, compiled. That takes a millisecond for each of them, so it is kept.
+Each block and each warpgroup runs its part of a kernel in a thread, for which JAX looks up an
+executable by tracing, lowering and compiling. That takes a millisecond each, so this module keeps
+the executables.
 """
 
 import threading
@@ -16,15 +17,15 @@ import numpy as np
 
 
 def on_the_host(*args: np.ndarray, callback: Any, **_: Any) -> Any:
-    """The results of a callback of copies of what XLA lends it; numbers are NumPy's scalars."""
+    """Runs a callback on copies of XLA's buffers; scalars become NumPy scalars."""
     given = [x.copy() if x.ndim else x[()] for x in args]
     return jax.tree.map(np.asarray, callback(*given))
 
 
 class Executables:
-    """Of the parts of kernels, by their jaxpr and the shapes that they are given.
+    """The executables of kernels' parts, by their jaxpr and the shapes of their arguments.
 
-    A jaxpr is kept with its executable, so that no other gets its id.
+    A jaxpr is kept with its executable, so that no other jaxpr gets its id.
     """
 
     def __init__(self, part: Any):
@@ -36,7 +37,7 @@ class Executables:
         shapes = [(np.shape(x), x.dtype) for x in (*jax.tree.leaves(consts), *args)]
         key = (id(jaxpr), *shapes)
         if key not in self.kept:
-            with self.lock:  # one compiles it, and the others wait
+            with self.lock:  # one thread compiles while the others wait
                 if key not in self.kept:
                     traced = self.jitted.trace(jaxpr, consts, *args)
                     self.kept[key] = jaxpr, traced.lower().compile()
@@ -44,7 +45,7 @@ class Executables:
 
 
 def use_numpy_callbacks() -> None:
-    """For the whole process. Where JAX has moved what this replaces, it stays as it is."""
+    """Enables this in the whole process, unless JAX has moved the replaced functions."""
     try:
         from jax._src import callback
         from jax._src.pallas.mosaic.interpret import thread_map

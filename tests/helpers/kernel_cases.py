@@ -1,7 +1,7 @@
-"""What the kernel tests share: where a kernel runs, float64 oracles, and poisoned inputs.
+"""Shared parts of kernel tests: where a kernel runs, float64 oracles, and poisoned inputs.
 
-Poison: every page and slot that no row owns, every page's tail and every other layer is NaN; block
-tables end in page numbers that do not exist.
+Poison is NaN in every page and slot that no row owns, every page's tail and every other layer.
+Block tables end with invalid page numbers.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic
 
 NO_SUCH_PAGE = 2147480000
 
-# Every test that takes this runs in the interpreter anywhere and on the GPU where there is one.
+# A test with this parameter runs in the interpreter everywhere, and on the GPU if there is one.
 both_devices = pytest.mark.parametrize(
     "implementation",
     ["mosaic_gpu_interpret", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)],
@@ -32,8 +32,10 @@ both_devices = pytest.mark.parametrize(
 
 
 def behind(numbers: int, cache: Array, tables: np.ndarray) -> tuple[Array, np.ndarray]:
-    """A stack of layers, and tables of its pages, with at least so many numbers before the last
-    layer's pages; those are all NaN, and so are bytes of 255."""
+    """A stack of layers and its block tables, with `numbers` or more numbers before the last.
+
+    The added numbers are NaN, or 255 in bytes.
+    """
     layers, pages = cache.shape[:2]
     more = -(-numbers // (layers * cache[0, 0].size))
     nothing = 255 if cache.dtype == np.uint8 else np.nan
@@ -47,14 +49,19 @@ def behind(numbers: int, cache: Array, tables: np.ndarray) -> tuple[Array, np.nd
 
 
 def slow(*case: object) -> object:
-    """A parameter that the interpreter takes with --slow alone: others check what it checks, and
-    the test's `slow_cases` says which."""
+    """A parameter that the interpreter runs only with --slow.
+
+    Other cases check the same; the test's `slow_cases` names them.
+    """
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def slow_interpreted(reason: str, *others: str) -> pytest.MarkDecorator:
-    """As `both_devices`, but the interpreter takes the test with --slow alone: the reason says what
-    it finds, and which test without --slow finds it too. A GPU and `others` always run it."""
+    """Like `both_devices`, but the interpreter runs the test only with --slow.
+
+    The reason says what the test finds, and which test without --slow finds it too. A GPU and
+    `others` always run the test.
+    """
     interpreted = pytest.param("mosaic_gpu_interpret", marks=pytest.mark.slow(reason=reason))
     compiled = pytest.param("mosaic_gpu", marks=pytest.mark.gpu)
     return pytest.mark.parametrize("implementation", [*others, interpreted, compiled])
@@ -64,7 +71,7 @@ def slow_interpreted(reason: str, *others: str) -> pytest.MarkDecorator:
 def poisoned(
     places: np.ndarray, values: np.ndarray, *, shape: tuple[int, ...], layer: int
 ) -> Array:
-    """A stack [L, N, ...] of NaN, whose layer has the values [n, ...] at places [n]."""
+    """A stack [L, N, ...] of NaN, in which one layer has the values [n, ...] at places [n]."""
     return jnp.full(shape, jnp.nan, values.dtype).at[layer, places].set(values)
 
 
@@ -98,8 +105,11 @@ def mla_case(
     clamped: bool = False,
     seed: int = 0,
 ) -> MLACase:
-    """Random queries and a poisoned cache whose rows hold `lens` tokens on shuffled pages: normal
-    numbers, or `clamped` FlashMLA's, a tenth of that and between -1 and 1."""
+    """Random queries, and a poisoned cache whose rows hold `lens` tokens on shuffled pages.
+
+    Numbers are normal or, if `clamped` as in FlashMLA's tests, a tenth of that and clipped to [-1,
+    1].
+    """
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
@@ -136,7 +146,7 @@ def launch_mla_decode(
     detect_races: bool = False,
     **asked,
 ) -> tuple[Array, ...]:
-    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    """Launches the kernel for a call with these arguments, without the op's checks."""
     call = MlaDecodeCall(
         q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
     )
@@ -147,7 +157,7 @@ def launch_mla_decode(
 
 
 def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
-    """(out [B, S, H, 512], lse [B, S, H]) in float64; (0, -inf) where a row sees no key."""
+    """(out [B, S, H, 512], lse [B, S, H]) in float64; (0, -inf) if a row sees no key."""
     q = np.asarray(case.q, np.float64)
     page = case.kv_cache.shape[2]
     batch, q_len, heads, dim = q.shape
@@ -155,7 +165,7 @@ def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
     tables, lens = np.asarray(case.block_tables), np.asarray(case.seq_lens)
     queries = np.full(batch, q_len) if case.query_lens is None else np.asarray(case.query_lens)
     owned = [tables[b, : -(-lens[b] // page)] for b in range(batch)]
-    pages = np.asarray(case.kv_cache[case.layer, np.concatenate(owned)])  # all rows' at once
+    pages = np.asarray(case.kv_cache[case.layer, np.concatenate(owned)])  # of all rows at once
     for b, held in enumerate(np.split(pages, np.cumsum([len(some) for some in owned])[:-1])):
         keys = held.astype(np.float64).reshape(-1, dim)
         for s in range(queries[b]):
@@ -174,10 +184,12 @@ def mla_oracle(case: MLACase) -> tuple[np.ndarray, np.ndarray]:
 def assert_mla_close(
     case: MLACase, out: Array, lse: Array, *, each: bool = False, lse_rtol: float = 0.0
 ) -> None:
-    """Each row of the output within 2/128 of its largest value and 4e-3 in relative L2, since P is
-    rounded to the queries' dtype before it meets the values; `each` number, where those of a case
-    are `clamped`, within 2/128 of itself or 1e-3. The LSE within 1e-5, and `lse_rtol` of it where
-    it is so large that float32 is no finer."""
+    """Compares with the oracle: P is rounded to the queries' dtype before the product with V.
+
+    So each output row is within 2/128 of its largest value and 4e-3 in relative L2. With `each`,
+    for `clamped` cases, each number is within 2/128 of itself or 1e-3. The LSE is within 1e-5, plus
+    `lse_rtol` of itself if it is so large that float32 is no finer.
+    """
     expected, expected_lse = mla_oracle(case)
     error = np.abs(np.asarray(out, np.float64) - expected)
     if each:
@@ -224,7 +236,7 @@ def gdn_case(
     layer: int = 1,
     seed: int = 0,
 ) -> GDNCase:
-    """Random inputs and a pool where every state that no row owns is NaN."""
+    """Random inputs, and a pool in which every state that no row owns is NaN."""
     rng = np.random.default_rng(seed)
     batch = len(slots)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape).astype(dtype))  # noqa: E731
@@ -260,7 +272,7 @@ def launch_gdn_decode(
     detect_races: bool = False,
     **asked,
 ) -> tuple[Array, ...]:
-    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    """Launches the kernel for a call with these arguments, without the op's checks."""
     call = GdnDecodeCall(
         op=op, qkvz=qkvz, ba=ba, weights=weights, conv_state=conv_state, state=state, reads=reads,
         writes=writes, **asked,
@@ -271,7 +283,7 @@ def launch_gdn_decode(
 
 
 def gdn_oracle(case: GDNCase) -> tuple[np.ndarray, np.ndarray]:
-    """(o [B, S, Hv, 128], state [L, Z, Hv, 128, 128]) token by token in float64."""
+    """(o [B, S, Hv, 128], state [L, Z, Hv, 128, 128]), token by token in float64."""
     q, k, v, a, b = (np.asarray(x, np.float64) for x in case.args[:5])
     q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6) for x in (q, k))
     gate = np.log1p(np.exp(a + np.asarray(case.dt_bias, np.float64)))
@@ -302,8 +314,11 @@ def relative(actual: Array, expected: np.ndarray) -> float:
 
 @contextlib.contextmanager
 def no_races() -> Iterator[None]:
-    """Asserts that the kernels which the interpreter runs inside, with `detect_races`, have none.
-    Of all of them: JAX's `get_races` knows the last one alone. Wait for their results inside."""
+    """Asserts that kernels interpreted inside, with `detect_races`, have no races.
+
+    It covers all of them, while JAX's `get_races` covers only the last. Wait for their results
+    inside.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     states = []
@@ -320,13 +335,13 @@ def no_races() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_block_a_head() -> Iterator[None]:
-    """What is traced in it gives no state several blocks, few as there may be."""
+    """A context in which traced kernels do not split a state over several blocks."""
     with unittest.mock.patch.object(gdn_decode, "SPLIT", 2**31):
         yield
 
 
 def assert_alike(results, others) -> None:
-    """What two bodies of a kernel made of the same inputs, arenas left out."""
+    """Compares the results of two kernel bodies for the same inputs, without arenas."""
     for x, y in zip(jax.tree.leaves(results)[:3], jax.tree.leaves(others)[:3], strict=True):
         x, y = (np.asarray(x, np.float64) for x in (x, y))
         finite = np.isfinite(x)
@@ -336,7 +351,7 @@ def assert_alike(results, others) -> None:
 
 @contextlib.contextmanager
 def x64() -> Iterator[None]:
-    """64-bit types for the whole process: the interpreter's threads do not see `jax.enable_x64`."""
+    """Enables 64-bit types in the whole process, as the interpreter's threads need."""
     jax.config.update("jax_enable_x64", True)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Engines that compile a step when it is called first, for tests that call few steps of an engine.
+"""Engines that compile a step at its first call, for tests that call few steps of an engine.
 
-An engine compiles 14 to 30 steps before it starts and runs each of them twice, and a test of greedy
-rows calls four. In files with `pytestmark = pytest.mark.lazy_steps` the others are neither traced
-nor compiled, and a plan counts no temp and no code. What engines compile ahead of time, what it
-takes and that nothing is compiled later is tested in files without the marker, of which
-engine/test_recompilation_guard.py is the first. With --slow no file has lazy steps.
+An engine compiles 14 to 30 steps before it starts and runs each of them twice, but a test of greedy
+rows calls four. In files with `pytestmark = pytest.mark.lazy_steps`, the others are neither traced
+nor compiled, and a plan counts no temp and no code. Files without the marker test which steps
+engines compile ahead of time, the memory of these steps, and that nothing is compiled later. The
+first of them is engine/test_recompilation_guard.py. With --slow, no file has lazy steps.
 """
 
 import threading
@@ -21,15 +21,15 @@ COMPILE, EXPORTER = jax.stages.Lowered.compile, compiler.DecodeStepExporter
 compile_steps, run_twice = compiler._compile, warmup.warm_up
 memory_of = capacity_planner.from_compiled
 _lazy, _keep = [False], [False]
-_lock = threading.Lock()  # of `compiler.DecodeStepExporter`, which is patched
+_lock = threading.Lock()  # protects `compiler.DecodeStepExporter`, which is patched
 
 
 class StepCompiler:
-    """The steps of one engine, of which decode steps are exported once.
+    """The compiler of one engine's steps, which exports decode steps once.
 
     Args:
-        given: what `compiler._compile` takes behind the steps, up to the implementation.
-        kept: where other processes find the steps; None keeps none.
+        given: The arguments of `compiler._compile` after the steps, up to the implementation.
+        kept: The cache that other processes read; None keeps no steps.
     """
 
     def __init__(self, *given: Any, kept: Any):
@@ -37,7 +37,7 @@ class StepCompiler:
         self.exporter: Any = None
 
     def compiled(self, step: Any) -> jax.stages.Compiled:
-        """In a thread of its own: a sealed engine counts what its own thread compiles."""
+        """Compiles in a separate thread: a sealed engine counts its own thread's compilations."""
         found: list[Any] = []
 
         def compile_one() -> None:
@@ -64,7 +64,7 @@ class StepCompiler:
 
 
 class LazyStep:
-    """An executable that is compiled when it is called, or when anything of it is read."""
+    """An executable that is compiled when it is called or one of its attributes is read."""
 
     def __init__(self, step: Any, steps: StepCompiler):
         self.step, self.steps, self.executable = step, steps, None
@@ -83,7 +83,7 @@ class LazyStep:
 
 def _compile(steps: Any, *given: Any) -> dict[str, Any]:
     *own, on_compile, _, kept = given
-    # A test that counts compilations, or forbids them, counts those of an engine that starts.
+    # A test that counts or forbids compilations sees those of an engine that starts.
     counted = jax.stages.Lowered.compile is not COMPILE
     if not _lazy[0] or (kept is not None and not _keep[0]) or counted:
         return compile_steps(steps, *given)
@@ -102,17 +102,18 @@ def _warm_up(model: Any, limits: Any, steps: Any, weights: Any, *given: Any) -> 
 
 
 def _memory_of(executable: Any, inputs: int) -> ExecutableMemory:
-    """For a plan; XLA has not said it of a lazy step."""
+    """The memory of a step for a plan; it is unknown, and so 0, for a lazy step."""
     if _lazy[0] and isinstance(executable, LazyStep):
         return ExecutableMemory(inputs, 0, 0, "compiled")
     return memory_of(executable, inputs)
 
 
 def use_lazy_steps(lazy: bool, *, keep: bool = False) -> None:
-    """From here on, engines that are built have lazy steps or do not.
+    """Makes engines that are built from now on have lazy steps, or not.
 
     Args:
-        keep: also where a cache keeps executables. Without it such engines compile ahead.
+        keep: Whether this includes engines with a cache of executables. Otherwise these compile
+            ahead.
     """
     _lazy[0], _keep[0] = lazy, keep
     compiler._compile, warmup.warm_up = _compile, _warm_up

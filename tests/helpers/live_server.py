@@ -1,4 +1,4 @@
-"""A server in a thread of this process, on a free port: uvicorn, sockets and all."""
+"""A server in a thread of this process, on a free port, including uvicorn and sockets."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 class ChatBytes(ByteTokenizer):
-    """Bytes, with a chat template."""
+    """A byte tokenizer with a chat template."""
 
     has_chat_template = True
     chat_template = TEMPLATE
@@ -61,7 +61,7 @@ class ChatBytes(ByteTokenizer):
         )
 
 
-CHAT = ChatBytes()  # its process is started once
+CHAT = ChatBytes()  # shared, so that its process starts only once
 
 
 def served(
@@ -84,11 +84,11 @@ def served(
 
 
 class LiveServer:
-    """What a test knows of a running server.
+    """A running server, as a test sees it.
 
     Attributes:
-        url: of its root.
-        client: for its paths.
+        url: The URL of its root.
+        client: A client for its paths.
     """
 
     def __init__(self, service: Service, loop: asyncio.AbstractEventLoop, port: int):
@@ -101,7 +101,7 @@ class LiveServer:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def settle(self) -> None:
-        """Waits until the server's loop has done what waits there, and what follows from it."""
+        """Waits until the server's loop has run all pending callbacks, and those that follow."""
 
         async def turns() -> None:
             for _ in range(10):
@@ -120,13 +120,13 @@ class LiveServer:
         return self.post("/v1/chat/completions", {"messages": messages, **fields})
 
     def stream(self, path: str, body: dict) -> list[dict]:
-        """The objects of a whole stream; the last line has to be [DONE]."""
+        """The objects of a whole stream, whose last line must be [DONE]."""
         response = self.post(path, {**body, "stream": True})
         assert response.status_code == 200, response.text
         return objects(response.text)
 
     def quiet(self) -> bool:
-        """Whether nothing runs or waits, after what was asked for has ended."""
+        """Whether nothing runs or waits once all requests have ended."""
 
         async def settled() -> bool:
             for _ in range(500):
@@ -140,7 +140,7 @@ class LiveServer:
 
 
 def objects(text: str) -> list[dict]:
-    """The objects of a stream's lines."""
+    """The objects in a stream's lines."""
     lines = [line for line in text.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "data: [DONE]", lines[-1]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -150,11 +150,12 @@ def objects(text: str) -> list[dict]:
 def live(
     given: ServedModel, *, wait: bool = True, buffered: int | None = None, **settings
 ) -> Iterator[LiveServer]:
-    """A server that runs while the block does.
+    """Runs a server during the block.
 
     Args:
-        wait: until it is ready.
-        buffered: bytes that the system keeps of what a client has not read.
+        wait: Whether to wait until the server is ready.
+        buffered: The size of the system's send buffer in bytes, for data that a client has not
+            read.
     """
     started: list[LiveServer] = []
     ready, end = threading.Event(), threading.Event()

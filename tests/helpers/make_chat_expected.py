@@ -1,6 +1,6 @@
-"""Writes tests/data/chat/expected.json: what transformers renders for each template and case.
+"""Writes tests/data/chat/expected.json: transformers' rendering of each template and case.
 
-python -m tests.helpers.make_chat_expected      # wants transformers, which no test needs
+python -m tests.helpers.make_chat_expected      # needs transformers, which no test needs
 """
 
 import json
@@ -14,7 +14,7 @@ from tests.helpers.chat_cases import CASES, DATA, EXPECTED, NAMES, SPECIAL, as_a
 
 
 def kept_content(messages: list[dict]) -> list[dict]:
-    """A message without a content has None, as DeepSeek's template expects."""
+    """Sets a missing content to None, as DeepSeek's template expects."""
     return [{**message, "content": message.get("content")} for message in messages]
 
 

@@ -1,18 +1,18 @@
-"""Writes random tiny checkpoints of all families, and what transformers makes of them.
+"""Writes random tiny checkpoints of all families, with transformers' results as a reference.
 
     python -m tests.helpers.make_checkpoints OUT --seeds 0-39
 
 needs torch and transformers >= 5.17, with --small 5.24, and neither JAX nor this package. A seed
 gives a folder:
 
-    config.json         as publishers spell it, or as transformers saves it
+    config.json         in the publishers' or in transformers' spelling
     *.safetensors       the published names; bfloat16, with FP8 blocks, or with INT4 experts
-    reference.safetensors, by transformers, in float32 on the weights as they are stored:
-        prompt [2, T], lengths [2]      the second row is shorter, its rest is padding
-        logits [2, T, V]                of one forward
+    reference.safetensors, by transformers, in float32 on the stored weights:
+        prompt [2, T], lengths [2]      the second row is shorter and padded
+        logits [2, T, V]                of one forward pass
         greedy [N], step_logits [N, V]  N tokens after row 0, decoded with a cache
 
-Every tensor is filled from a seed made of its name, so that an unread norm, bias or gate shows.
+The name of each tensor is the seed of its values, so that an unread norm, bias or gate shows.
 """
 
 import argparse
@@ -68,10 +68,10 @@ NEVER_FP8 = ("mlp.gate.weight", *(f"{name}.weight" for name in qwen_checkpoints.
 
 
 def fill(name: str, tensor: torch.Tensor, tied: bool, hybrid: bool) -> torch.Tensor:
-    """Values for a tensor from its name: nothing keeps an initial 0 or 1.
+    """Values for a tensor, determined by its name; no tensor keeps an initial 0 or 1.
 
     Args:
-        hybrid: weights of norms are w of 1 + w.
+        hybrid: Whether weights of norms are w of 1 + w.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     normal = torch.randn(tensor.shape, generator=generator)
@@ -117,7 +117,7 @@ CONFIGS = {"fp8": FP8_CONFIG, "int4": INT4_CONFIG, "mxfp4": MXFP4_CONFIG}
 
 
 def stored(weights: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """(what the files hold, the weights that they mean)."""
+    """(the tensors of the files, the weights that they represent)."""
     files: Tensors = {}
     meant: Tensors = {}
     for name, tensor in tensors.items():
@@ -142,7 +142,7 @@ def stored(weights: str, tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def prediction_layer(tensors: Tensors, layers: int) -> Tensors:
-    """A layer behind the last one, with its own norms and copies, as publishers write it."""
+    """A layer after the last one, with its own norms and copies, as publishers write it."""
     last, new = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
     made = {new + n.removeprefix(last): t for n, t in tensors.items() if n.startswith(last)}
     embedding = tensors["model.embed_tokens.weight"]
@@ -221,10 +221,10 @@ def reference(model: Any) -> Tensors:
 
 
 def write(variation: Variation, folder: Path, *, exact: bool = True) -> None:
-    """Writes the folder of a variation; one that is there is written anew.
+    """Writes the folder of a variation, replacing an existing one.
 
     Args:
-        exact: the reference has float64 logits too.
+        exact: Whether the reference also contains float64 logits.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m tests.helpers.make_greedy
 
-Beside each text are its gaps: for each byte, by how much its logit was the largest. Another
-device's rounding has to bridge a gap to change the text.
+The file also contains the gaps of each text: for each byte, the lead of its logit over the others.
+Another device changes the text only if its rounding exceeds a gap.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.embedded.hybrid_config import HybridConfig
@@ -34,11 +34,11 @@ TOKENS = 160
 
 @dataclasses.dataclass
 class Followed:
-    """What a model makes of texts that are given.
+    """The result of a model that processes given texts.
 
     Attributes:
-        logits: float32 [B, N, vocab]; `logits[:, i]` are those from which token i is chosen.
-        state: after the last token but one was read.
+        logits: float32 [B, N, vocab]; `logits[:, i]` predict token i.
+        state: The state after the last token but one.
     """
 
     logits: np.ndarray
@@ -55,7 +55,7 @@ def follow(
     texts: list[bytes],
     implementation: Implementation | None,
 ) -> Followed:
-    """Reads the prompts in one prefill, then each text's bytes, all of N, in decode steps."""
+    """Prefills the prompts, and then decodes each text's bytes, all of N, step by step."""
     batch, count = len(prompts), len(texts[0])
     lens = np.array([len(prompt) for prompt in prompts], np.int32)
     width = -(-int(lens.max() + count) // PAGE_SIZE)
@@ -70,7 +70,7 @@ def follow(
         padded[row, : len(prompt)] = list(prompt)
     tokens = np.array([list(text) for text in texts], np.int32)
 
-    # Prefill has no kernel to name.
+    # Prefill has no kernel for `implementation` to name.
     prefill = jitted(Hybrid(config).prefill, implementation="xla")
     decode = jitted(Hybrid(config).decode, implementation=implementation)
     read = PrefillBatch(tokens=padded, query_lens=lens, seq_lens=lens, **rows)
@@ -84,7 +84,7 @@ def follow(
 
 
 def gaps(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """By how much each token's logit is larger than every other: [B, N]."""
+    """The lead of each token's logit over all others, [B, N]."""
     others = logits.copy()
     np.put_along_axis(others, tokens[..., None], -np.inf, axis=-1)
     chosen = np.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]

@@ -1,8 +1,8 @@
-"""Writes tests/data/tiny_params.npz: what `init_params` draws for the engine's tests.
+"""Writes tests/data/tiny_params.npz: the parameters of `init_params` for the engine's tests.
 
 JAX_PLATFORMS=cpu python -m tests.helpers.make_tiny_params
 
-It runs with the tests' options of XLA: with others the last bits of some numbers differ.
+The script uses the tests' XLA options, because other options change the last bits of some numbers.
 """
 
 import jax
@@ -18,7 +18,7 @@ def main() -> None:
     for place, (config, seed) in enumerate(KEPT):
         drawn = Hybrid(config).init_params(jax.random.key(seed))
         for number, leaf in enumerate(jax.tree.leaves(drawn)):
-            # NumPy's files know no bfloat16.
+            # NumPy's files do not support bfloat16.
             found[f"{place}.{number}"] = np.asarray(leaf).view(f"u{leaf.dtype.itemsize}")
     np.savez_compressed(FILE, **found)
 

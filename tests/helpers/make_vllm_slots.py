@@ -1,10 +1,10 @@
-"""Writes tests/data/vllm_slots.npz: slots that vLLM's own store makes, on a CPU.
+"""Writes tests/data/vllm_slots.npz: slots that vLLM's own store writes, on a CPU.
 
     PYTHONPATH=FOLDER TRITON_INTERPRET=1 python tests/helpers/make_vllm_slots.py
 
-FOLDER has vLLM 0.33.0, or the modules of it that are imported here, and what they import. The file
-was made with torch 2.14.1 and Triton 3.8.0. Triton's interpreter rounds to e4m3 wrongly where the
-exponent grows, so keys are e4m3 numbers before.
+FOLDER contains vLLM 0.33.0, or the modules of it that this script imports, and their imports. The
+stored file was made with torch 2.14.1 and Triton 3.8.0. Triton's interpreter rounds incorrectly to
+e4m3 if the exponent grows, so the script first rounds keys to e4m3.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def hadamard(dim: int) -> np.ndarray:
 
 
 def main() -> None:
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # which decides about e4m3
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # on which the use of e4m3 depends
     k, v = np.random.default_rng(2).normal(size=(2, TOKENS, 1, DIM)).astype(np.float16)
     k[3], k[7], v[5] = 0, k[7] * 30, 1.5
     k = torch.from_numpy(k).to(torch.float8_e4m3fn).half()

@@ -1,4 +1,4 @@
-"""MLA in float64 NumPy, token by token, and paged caches poisoned where a row may not look."""
+"""MLA in float64 NumPy, token by token, and paged caches with poison that no row may read."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ BEYOND = (2147480000, -1)
 
 
 class Pool(NamedTuple):
-    """A paged cache and what each row owns of it."""
+    """A paged cache, and the pages that each row owns in it."""
 
     cache: np.ndarray  # [N, C, D], poison outside of the owned tokens
     tables: np.ndarray  # [B, M], `beyond` past a row's pages
@@ -37,7 +37,7 @@ def normal(*shape, seed=1, scale=1.0):
 
 
 def attend(query, keys, values, scale):
-    """One query over the keys it sees, in float64."""
+    """Attention of one query to the keys that it sees, in float64."""
     if len(keys) == 0:
         return np.zeros(values.shape[-1]), -np.inf
     scores = keys.astype(np.float64) @ query.astype(np.float64) * scale
@@ -55,7 +55,7 @@ def decode_numpy(q, latents, scale, rank, query_lens=None):
 
 
 def prefill_numpy(q, latents, query_lens, w_uk, w_uv, scale):
-    """Every head's keys and values expanded: nothing is absorbed, nothing cached."""
+    """Prefill with every head's keys and values expanded, without absorption or a cache."""
     rank = w_uk.shape[2]
     out, lse = np.zeros((*q.shape[:3], w_uv.shape[2])), np.full(q.shape[:3], -np.inf)
     for b, h in np.ndindex(q.shape[0], q.shape[2]):

@@ -17,8 +17,11 @@ SCALE = 192**-0.5
 
 @dataclasses.dataclass(frozen=True)
 class SparseCase:
-    """`latents` are what is stored of each row, as float64 [tokens, 576]; NaN where no list has a
-    token."""
+    """A call of MLA attention over lists of positions.
+
+    `latents` are the stored latents of each row, float64 [tokens, 576], with NaN where no list has
+    a token.
+    """
 
     q: Any
     kv_cache: Any
@@ -32,7 +35,7 @@ class SparseCase:
     layer: int = 1
 
     def visible(self) -> np.ndarray:
-        """[B, S], positions that each token may see."""
+        """The number of positions that each token may see, [B, S]."""
         lens, tokens = np.asarray(self.seq_lens)[:, None], self.q.shape[1]
         queries = tokens if self.query_lens is None else np.asarray(self.query_lens)[:, None]
         at = np.arange(tokens)
@@ -54,12 +57,14 @@ def sparse_case(
     sinks: bool = False,
     seed: int = 0,
 ) -> SparseCase:
-    """Random lists of each token's positions with holes and positions beyond its own, of a cache
-    that is NaN where no list has a token, as padding's queries are.
+    """Random lists of positions for each token, with holes and positions beyond its own.
+
+    The cache is NaN where no list has a token, and so are padding's queries.
 
     Args:
-        holes: the share of entries that are negative or too far.
-        ascending: lists are of as many positions as the token sees, ascending, and then -1.
+        holes: The fraction of entries that are negative or too large.
+        ascending: Whether lists are ascending, without holes, as long as the token sees positions,
+            and then -1.
     """
     rng = np.random.default_rng(seed)
     format = LatentFormat(cache)
@@ -135,7 +140,7 @@ def sparse_reference(case: SparseCase) -> tuple[np.ndarray, np.ndarray]:
 
 
 def launch_mla_sparse(case: SparseCase, **options: Any) -> tuple[Any, ...]:
-    """The kernel's launch, of a call which nobody has checked."""
+    """Launches the kernel for a call, without the op's checks."""
     call = MlaDecodeCall(
         q=case.q, kv_cache=case.kv_cache, block_tables=case.block_tables, seq_lens=case.seq_lens,
         scale=SCALE, query_lens=case.query_lens, layer=case.layer, kv_scale=case.kv_scale,
@@ -149,7 +154,7 @@ def launch_mla_sparse(case: SparseCase, **options: Any) -> tuple[Any, ...]:
 
 
 def assert_sparse_close(case: SparseCase, found: tuple[Any, ...]) -> tuple[float, float]:
-    """(relative L2 error, greatest difference of the LSE); exact where nothing is attended to."""
+    """(relative L2 error, largest LSE difference); exact for tokens that attend to nothing."""
     out, lse = (np.asarray(x, np.float64) for x in found[:2])
     wanted, wanted_lse = sparse_reference(case)
     nothing = np.isneginf(wanted_lse)

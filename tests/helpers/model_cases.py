@@ -1,4 +1,4 @@
-"""The hybrid decoder's parts by its configuration, as tests use them."""
+"""Parameters and states of the hybrid decoder for tests, by its configuration."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def state_of(
 
 
 def changed(state: DecodeState, **arrays: Array) -> DecodeState:
-    """The state with other arrays of any cache, by their names."""
+    """The state with some arrays replaced, by their names in any cache."""
     for name, array in arrays.items():
         [cache] = [cache for cache, found in state.caches.items() if name in found]
         state = state.replace(cache, {**state.caches[cache], name: array})

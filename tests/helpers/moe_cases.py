@@ -1,4 +1,4 @@
-"""Mixtures of experts for tests, and what they make of their tokens, in float64."""
+"""Random MoE layers for tests, and their outputs in float64."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def moe_case(
 ) -> tuple[Any, ...]:
     """(x, ids, weights, gate_up, down), and with `fp8` or `biases` a dict of scales or biases.
 
-    Without layers the weights are one layer's. Ids are distinct in a token.
+    With `layers=0` the weights are those of one layer. The ids of a token are distinct.
     """
     rng = np.random.default_rng(seed)
     stack = (layers, experts) if layers else (experts,)
@@ -78,8 +78,10 @@ def expected(
     down_bias: Array | None = None,
     activation: ClampedSwiGLU | None = None,
 ) -> np.ndarray:
-    """Token by token and expert by expert; what is between the products is rounded to the operands'
-    dtype. Weights are one layer's."""
+    """The output, token by token and expert by expert, for one layer's weights.
+
+    Intermediates are rounded to the operands' dtype.
+    """
     rounded_to = gate_up.dtype if gate_up_scale is None else x.dtype
     features, width = down.shape[1:]
     out = np.zeros((x.shape[0], features))

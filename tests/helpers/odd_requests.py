@@ -1,4 +1,4 @@
-"""Requests whose fields hold anything: none is a 500, and none leaves a row behind."""
+"""Requests with arbitrary fields: none may give status 500 or leave a row behind."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from tests.helpers.live_server import LiveServer
 
 
 def sane(value):
-    """JSON has neither NaN nor infinity, and orjson no integers beyond 64 bits: they are floats."""
+    """Replaces NaN and infinity, which JSON lacks; orjson reads larger integers as floats."""
     if isinstance(value, dict):
         return {key: sane(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -20,7 +20,7 @@ def sane(value):
 
 
 def answer(server: LiveServer, path: str, body: dict) -> httpx.Response:
-    """What a server answers, asked without a socket."""
+    """A server's answer to a request, sent without a socket."""
 
     async def ask():
         transport = httpx.ASGITransport(build(server.service))

@@ -1,7 +1,7 @@
-"""What may stand where nothing was written, and the cases of rows that are asked with it around.
+"""Poison for memory that was never written, and the shapes of the cases that use it.
 
-A case is made twice from the same numbers, once with zeros and once with a poison wherever no live
-token, row or slot is: both run the same executable, and every bit of what is real must agree.
+A test makes a case twice from the same numbers, with zeros and with poison wherever there is no
+live token, row or slot. Both run the same executable, and every real bit must agree.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ POISONS = {
     "nan": np.nan,
     "inf": np.inf,
     "minus inf": -np.inf,
-    "3e38": 3e38,  # finite: no check for NaN finds it
+    "3e38": 3e38,  # finite, so a check for NaN does not find it
     "0x7F": 0x7F,
     "0xFF": 0xFF,
 }
 every_poison = pytest.mark.parametrize("poison", list(POISONS))
-# Small shapes anywhere; the kernels at their own on a Hopper GPU.
+# Small shapes everywhere, and the kernels' own shapes on a Hopper GPU.
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 
 
 def fill(shape: tuple[int, ...], dtype: Any, poison: str | None) -> np.ndarray:
-    """An array full of poison; of zeros for None."""
+    """An array full of poison, or of zeros for None."""
     array = np.zeros(shape, jnp.dtype(dtype))
     if poison is None:
         return array
@@ -41,7 +41,7 @@ def fill(shape: tuple[int, ...], dtype: Any, poison: str | None) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Shapes of the device's cases."""
+    """Shapes of a device's cases."""
 
     heads: int
     rank: int
@@ -61,7 +61,7 @@ DIMS = {
 
 
 def bits(array: Any) -> np.ndarray:
-    """Its bytes, so that NaN equals itself and 0 is not -0."""
+    """The array's bytes, so that NaN equals itself and 0 differs from -0."""
     return np.frombuffer(np.asarray(array).tobytes(), np.uint8)
 
 
@@ -71,17 +71,17 @@ def same_bits(one: Any, other: Any) -> None:
 
 
 def is_zero(array: Any) -> None:
-    """Exactly 0, in every bit."""
+    """Asserts that every bit is 0."""
     assert not bits(array).any()
 
 
 def fp8_scale(out: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(amax, scale) of a per-tensor FP8 quantisation of the whole batch: what one NaN ruins."""
+    """(amax, scale) of per-tensor FP8 quantisation of the whole batch, which one NaN ruins."""
     amax = jnp.max(jnp.abs(out.astype(jnp.float32)))
     return np.asarray(amax), np.asarray(amax / 448)
 
 
 def block_scales(out: Any, rows: int = 128) -> np.ndarray:
-    """The scale of each tile of rows: one real row shares it with 127 of padding."""
+    """The scale of each tile of rows, which one real row shares with 127 rows of padding."""
     flat = np.abs(np.asarray(out, np.float32)).reshape(out.shape[0], -1).max(axis=1)
     return np.pad(flat, (0, -len(flat) % rows)).reshape(-1, rows).max(axis=1) / 448

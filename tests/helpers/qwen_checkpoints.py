@@ -1,4 +1,4 @@
-"""How Qwen's publishers spell what transformers saves: names of tensors, and config.json."""
+"""Conversion of transformers' Qwen tensors and config.json to the publishers' spelling."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ from tests.helpers.checkpoint_variations import Variation
 
 Tensors = dict[str, torch.Tensor]
 
-# Their fields lie in `text_config`, beside those of a vision tower.
+# Models whose fields are in `text_config`, next to those of a vision tower.
 NESTED = ("Qwen3_5", "Qwen3_5Moe")
 NEVER_FP8 = ("in_proj_ba", "in_proj_a", "in_proj_b", "shared_expert_gate")
 
 
 def is_one_plus(name: str, hybrid: bool) -> bool:
-    """Whether a tensor is w of a norm's 1 + w."""
+    """Whether a tensor is the w of a norm with weight 1 + w."""
     return hybrid and name.endswith("norm.weight") and "linear_attn" not in name
 
 
 def respell(variation: Variation, values: dict[str, Any]) -> None:
-    """The fields of a config.json as publishers have them, in place of transformers'."""
+    """Changes the fields of a config.json from transformers' to the publishers' spelling."""
     if not variation.published:
         return
     kinds = values.pop("layer_types")
@@ -39,7 +39,7 @@ def respell(variation: Variation, values: dict[str, Any]) -> None:
 
 
 def nested(variation: Variation, values: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of a model with a vision tower."""
+    """The config.json of a model with a vision tower."""
     outer = ("model_type", "tie_word_embeddings", "quantization_config")
     inner = {name: value for name, value in values.items() if name not in outer}
     inner |= {"model_type": f"{variation.model_type}_text"}
@@ -47,7 +47,7 @@ def nested(variation: Variation, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def published(variation: Variation, tensors: Tensors) -> Tensors:
-    """The tensors under their published names."""
+    """The tensors with their published names."""
     found = tensors
     if variation.published and variation.classes in NESTED:
         if variation.weights == "bfloat16" and variation.classes == "Qwen3_5Moe":
@@ -67,7 +67,7 @@ def _outer(name: str) -> str:
 
 
 def _fused(tensors: Tensors, count: int) -> Tensors:
-    """With the experts of each layer in two tensors."""
+    """The tensors with each layer's experts fused into two."""
     found = {name: t for name, t in tensors.items() if ".experts." not in name}
     heads = {name.split("experts.")[0] for name in tensors if ".experts." in name}
     for head in heads:

@@ -1,4 +1,4 @@
-"""Safetensors files with FP8, which the library does not read into NumPy's arrays."""
+"""Safetensors files with FP8, which the library cannot read into NumPy arrays."""
 
 import json
 import struct

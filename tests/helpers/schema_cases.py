@@ -1,4 +1,4 @@
-"""Random JSON schemas as pydantic, zod, MCP servers and OpenAPI documents write them."""
+"""Random JSON schemas in the style of pydantic, zod, MCP servers and OpenAPI documents."""
 
 import datetime
 import enum
@@ -62,7 +62,7 @@ class Tree(pydantic.BaseModel):
 
 
 def pydantic_schema(luck: random.Random) -> dict[str, Any]:
-    """Of a model that is made of pydantic's own types."""
+    """The schema of a random model with pydantic's own types."""
     field = pydantic.Field
     kinds: list[Any] = [
         str, int, float, bool, str | None, list[int], dict[str, int], Colour, Tree,
@@ -85,7 +85,7 @@ def pydantic_schema(luck: random.Random) -> dict[str, Any]:
 
 
 def zod_schema(luck: random.Random) -> dict[str, Any]:
-    """As zod 4 writes it: safe integers, `propertyNames` of records, const unions."""
+    """A schema as zod 4 writes it: safe integers, `propertyNames` of records, const unions."""
     safe = 2**53 - 1
 
     def value(depth: int) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
 
 
 def mcp_schema(luck: random.Random) -> dict[str, Any]:
-    """The input of a tool of an MCP server: draft 7, `definitions`, descriptions and defaults."""
+    """The input of an MCP server's tool: draft 7, `definitions`, descriptions and defaults."""
     kinds: list[dict[str, Any]] = [
         {"type": "string", "description": "Where to look", "default": "."},
         {"type": ["string", "null"], "examples": ["x"]},
@@ -176,7 +176,7 @@ def mcp_schema(luck: random.Random) -> dict[str, Any]:
 
 
 def openapi_schema(luck: random.Random) -> dict[str, Any]:
-    """A component of OpenAPI: formats of its own, `nullable`, `allOf`, discriminators."""
+    """An OpenAPI component: its own formats, `nullable`, `allOf`, discriminators."""
     kinds: list[dict[str, Any]] = [
         {"type": "integer", "format": "int32", "minimum": -(2**31), "maximum": 2**31 - 1},
         {"type": "integer", "format": "int64", "minimum": -(2**63), "maximum": 2**63 - 1},

@@ -1,4 +1,4 @@
-"""An engine that says what it was told to, with the face that the server uses."""
+"""An engine that generates scripted tokens, with the interface that the server uses."""
 
 import collections
 import dataclasses
@@ -12,23 +12,23 @@ from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, Fini
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.requests.stats import GenerationStats
 from jaxattn.engine.scheduling.prefix_cache import PrefixCacheStats
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanItem
 
 LIMITS = Limits(batch=4, max_model_len=256, prefill_chunk=32)
 PAGE, HIDDEN = 64, 8
-# A call of a tool as Hermes writes it.
+# A tool call in the Hermes format.
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 Script = Callable[[Request], Sequence[int]]
 
 
 def echo(request: Request) -> Sequence[int]:
-    """Says its prompt, again and again."""
+    """Repeats the prompt."""
     return tuple(request.prompt) * (request.max_tokens // len(request.prompt) + 1)
 
 
 class Told:
-    """A script that says what a test tells it, and the prompts that it has read."""
+    """A script that generates the text `says`, and records the prompts."""
 
     def __init__(self) -> None:
         self.says, self.prompts = "", list[str]()
@@ -53,7 +53,7 @@ class Row:
 
 
 class Scheduler:
-    """Rows, and how many pages and slots are in use, so that a test can see what is left."""
+    """Rows, with counts of pages and slots in use, so that a test can find leaks."""
 
     def __init__(self, limits: Limits):
         self.pages, self.slots = Pool(limits.pages), Pool(limits.batch)
@@ -81,16 +81,16 @@ class Seal:
 
 
 class ScriptedEngine:
-    """Gives each row one token in each step, or `tokens` where nobody watches it.
+    """Generates one token per row and step, or `tokens` for a row that nobody watches.
 
     Attributes:
-        script: what a request is answered with; then its row ends by itself.
-        step_seconds: that a step takes.
-        failures: steps that fail from now on, as on a device error.
-        hold: a step waits while it is clear.
-        before_step: called in the device thread before each step, by `LiveServer.settle` for
-            instance, so that the event loop writes each step's tokens before the next step.
-        added: every request so far.
+        script: The answer to a request, after which its row ends by itself.
+        step_seconds: The duration of a step.
+        failures: The number of next steps that fail, as with a device error.
+        hold: A step waits while this event is clear.
+        before_step: Called in the device thread before each step. For example, `LiveServer.settle`
+            lets the event loop write each step's tokens before the next step.
+        added: All requests so far.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What tests/plan/test_plan_gpu.py runs in a process of its own: serving from a full device.
+"""The separate process of tests/plan/test_plan_gpu.py: serving from a full device.
 
-A model of about 40 GiB with random weights gets what its plan leaves of the device, then 500 mixed
-steps with requests coming and going, some of which hold all the pages there are. Prints JSON.
+A model of about 40 GiB with random weights gets the memory that its plan leaves. It then runs 500
+mixed steps, in which requests come and go, and some hold all pages. The script prints JSON.
 """
 
 import json
@@ -15,7 +15,7 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.plan import nbytes
@@ -45,7 +45,7 @@ LONG = 47
 
 
 def requests(pages: int) -> list[Request]:
-    """Short ones that come and go, and among the later ones 48 that together own every page."""
+    """Short requests that come and go, and among the later ones 48 that own all pages together."""
     random.seed(0)
     found = []
 

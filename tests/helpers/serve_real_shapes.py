@@ -1,10 +1,10 @@
-"""What tests/plan/test_real_shapes_gpu.py runs in a process of its own: a public model's shapes.
+"""The separate process of tests/plan/test_real_shapes_gpu.py: a public model's shapes.
 
     python -m tests.helpers.serve_real_shapes DeepSeek-V2-Lite
 
-Random weights of the model's real shapes are served from what the plan leaves of the device, and
-then some hundred mixed steps run. Prints JSON. XLA_PYTHON_CLIENT_MEM_FRACTION is the part of the
-device that it may have, so that two models can be served side by side.
+The script serves random weights in the model's real shapes from the memory that the plan leaves,
+for about a hundred mixed steps, and prints JSON. XLA_PYTHON_CLIENT_MEM_FRACTION is its part of the
+device, so that two models can run side by side.
 """
 
 import json
@@ -19,7 +19,7 @@ from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import nbytes
 
 LIMITS = Limits(
@@ -33,7 +33,7 @@ REQUESTS = 48
 
 
 def requests(vocab: int) -> list[Request]:
-    """Of 1 to 1,500 tokens, greedy and drawn, some with filters."""
+    """Requests of 1 to 1,500 tokens, greedy and sampled, some with filters."""
     draw = random.Random(0)
     return [
         Request(

@@ -1,4 +1,4 @@
-"""Clients of every kind, good and bad, at once: what a server has to outlive."""
+"""Clients of every kind, good and bad, at once, which a server has to survive."""
 
 import asyncio
 import collections
@@ -41,12 +41,12 @@ class Storm:
     """One storm against one server.
 
     Args:
-        port: of the server, on loopback.
-        grammars: some requests have one.
+        port: The server's port on loopback.
+        grammars: Whether some requests have a grammar.
 
     Attributes:
-        outcomes: how often each kind of event came.
-        whole: answers that were read to their end, whatever they say.
+        outcomes: The number of events of each kind.
+        whole: The number of answers that were read to the end, with any content.
     """
 
     def __init__(self, port: int, *, grammars: bool):
@@ -70,7 +70,7 @@ class Storm:
         }
 
     async def rage(self, events: int, guests: int, seed: int) -> None:
-        """So many events, of so many clients at once."""
+        """Runs `events` events, with `guests` clients at once."""
         limits = httpx.Limits(max_connections=guests)
         url = f"http://127.0.0.1:{self.port}"
         numbers = iter(range(events))
@@ -91,7 +91,7 @@ class Storm:
 
     async def _ask(self, client: httpx.AsyncClient, luck: random.Random, kind: str) -> None:
         body = self._body(luck, stream=kind == "stream")
-        # The same id for many: it is the client's own, and names nothing here.
+        # Many requests share an id: it belongs to the client, and names nothing in the server.
         headers = {"x-request-id": f"id-{luck.randrange(3)}"}
         response = await client.post("/v1/completions", json=body, headers=headers)
         assert response.status_code in (200, 429, 500, 503), response.text
@@ -124,11 +124,11 @@ class Storm:
             for start in range(0, len(data), 1000):
                 yield data[start : start + 1000]
 
-        content = data if luck.random() < 0.5 else pieces()  # with its length, and without
+        content = data if luck.random() < 0.5 else pieces()  # with and without a length
         try:
             response = await client.post("/v1/completions", content=content)
         except httpx.TransportError:
-            return  # it was refused, and the connection closed, while more was sent
+            return  # the server refused it and closed the connection during the upload
         assert response.status_code in (413, 429, 503), response.text
 
     async def _send_long(self, client: httpx.AsyncClient, luck: random.Random, _: str) -> None:
@@ -141,21 +141,21 @@ class Storm:
         assert (await client.request(method, path)).status_code in (404, 405)
 
     async def _reset(self, _: httpx.AsyncClient, luck: random.Random, kind: str) -> None:
-        """A whole request, and a connection that is reset at once or a little later."""
+        """Sends a whole request, and resets the connection at once or a little later."""
         with self._connection() as connection:
             await self._send(connection, self._head(luck, stream=luck.random() < 0.5))
             await asyncio.sleep(luck.choice((0, luck.random() / 10)))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     async def _send_half(self, _: httpx.AsyncClient, luck: random.Random, kind: str) -> None:
-        """A part of a head or of a body, and the connection is closed."""
+        """Sends a part of a head or of a body, and closes the connection."""
         data = self._head(luck)
         with self._connection() as connection:
             await self._send(connection, data[: luck.randrange(len(data))])
             await asyncio.sleep(luck.random() / 20)
 
     async def _read_slowly(self, _: httpx.AsyncClient, luck: random.Random, kind: str) -> None:
-        """A long stream of which a few bytes are read now and then."""
+        """Reads a few bytes of a long stream now and then."""
         with self._connection() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             await self._send(connection, self._head(luck, stream=True, n=4, max_tokens=20))

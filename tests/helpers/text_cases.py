@@ -1,4 +1,4 @@
-"""Small tokenizers of the three spellings, and folders that hold them."""
+"""Small tokenizers of the three kinds of spelling, and folders that contain them."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ SPECIAL = ("<｜begin｜>", "<|end|>", "<|im_end|>")
 
 
 def byte_level() -> Tokenizer:
-    """256 bytes, some pairs of the corpus, three special tokens and one that is none."""
+    """256 bytes, some pairs of the corpus, three special tokens and one ordinary added token."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama's and MiniCPM3's: "▁" for spaces, bytes for what is not in the vocabulary."""
+    """Like Llama's and MiniCPM3's: "▁" for spaces, bytes for text outside the vocabulary."""
     pieces = [*"▁abcdehlorwt", "▁h", "el", "lo", "▁▁", "中"]
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [("▁", "h"), ("e", "l"), ("l", "o"), ("▁", "▁")]
@@ -61,7 +61,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """A word's first piece begins with "▁"."""
+    """A tokenizer in which a word's first piece begins with "▁"."""
     pieces = ["▁", *"abcdehlorwt中", "▁hello", "▁world", "lo", "▁▁a"]
     inner = Tokenizer(models.Unigram([("<unk>", 0.0), *((p, -float(len(p))) for p in pieces)], 0))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -78,7 +78,7 @@ def _add(inner: Tokenizer, contents: Any, *, special: bool) -> None:
 
 
 def write_folder(folder: Path, inner: Tokenizer | None, **files: Any) -> Path:
-    """A folder with tokenizer.json, and a JSON file for each of `files`."""
+    """Writes a folder with tokenizer.json, and a JSON file for each of `files`."""
     folder.mkdir(parents=True, exist_ok=True)
     if inner is not None:
         inner.save(str(folder / "tokenizer.json"))

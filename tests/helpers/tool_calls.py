@@ -1,4 +1,4 @@
-"""A call of a tool in each published format, and what a parser reads in a text."""
+"""A tool call in each published format, and the result of parsing a text."""
 
 from jaxattn.server.decoding.message_events import MessageParts
 from jaxattn.server.decoding.message_format import MessageFormat
@@ -45,7 +45,7 @@ CALLS = {
     "mistral": "[TOOL_CALLS]NAME[ARGS]JSON",
     "mistral_array": '[TOOL_CALLS] [{"name": "NAME", "arguments": JSON, "id": "abcdef123"}]',
 }
-# The same call without the mark that begins it.
+# The same call without its begin marker.
 UNBEGUN = {
     "hermes": CALLS["hermes"].removeprefix("<tool_call>\n"),
     "qwen3_coder": CALLS["qwen3_coder"].removeprefix("<tool_call>\n"),
@@ -72,7 +72,7 @@ ANY = chosen()
 
 
 def read(name, pieces, prompt_end="", choice=ANY):
-    """(thoughts, content, calls as (name, arguments)) of a text in pieces."""
+    """(reasoning, content, calls as (name, arguments)) of a text that is fed in pieces."""
     parser, parts = MessageFormat.of("", name).parser(choice, prompt_end), MessageParts()
     for piece in pieces:
         parts.add(parser.feed(piece))

@@ -1,4 +1,4 @@
-"""transformers' models in float64, whatever their code casts to float32."""
+"""transformers' models in float64, even where their code casts to float32."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ import torch
 
 
 def in_float64(model: Any, run: Callable[[Any], Any]) -> Any:
-    """`run` of the model, with float64 parameters and every float32 in its code a float64.
+    """Runs `run` on the model with float64 parameters, and with each float32 of its code widened.
 
     Raises:
-        AssertionError: a module gave another float.
+        AssertionError: a module returned another floating-point dtype.
     """
     wide, others = copy.deepcopy(model).double(), []
 
@@ -23,7 +23,7 @@ def in_float64(model: Any, run: Callable[[Any], Any]) -> Any:
 
     for module in wide.modules():
         module.register_forward_hook(watch)
-        if hasattr(module, "config"):  # grouped products of experts have no float64
+        if hasattr(module, "config"):  # grouped products of experts do not support float64
             module.config._experts_implementation = "eager"
     with _widened():
         found = run(wide)

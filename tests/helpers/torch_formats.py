@@ -1,5 +1,4 @@
-"""How publishers quantize weights, in PyTorch: FP8 in blocks of 128 x 128, INT4 and MXFP4 in groups
-of 32."""
+"""The publishers' quantization in PyTorch: FP8 in blocks of 128 x 128, INT4 and MXFP4 by 32."""
 
 import torch
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
@@ -34,8 +33,10 @@ def int4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mxfp4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(uint8 [E, N, K / 32, 16], uint8 [E, N, K / 32]) of [E, K, N]: codes of 4 bits, the first of
-    a pair in the lower half, and exponents plus 127."""
+    """(codes uint8 [E, N, K / 32, 16], exponents uint8 [E, N, K / 32]) of a weight [E, K, N].
+
+    A byte has two 4-bit codes, the first in its lower half. Exponents are stored plus 127.
+    """
     experts, inner, out = weight.shape
     groups = weight.float().swapaxes(1, 2).reshape(experts, out, inner // 32, 32)
     exponent = groups.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2

@@ -1,4 +1,4 @@
-"""A few training steps of any model of tokens, as a user would write them."""
+"""A few training steps of any token model, in the way that a user would write them."""
 
 import jax
 import optax
@@ -6,7 +6,7 @@ from flax import nnx
 
 
 def train(model: nnx.Module, tokens: jax.Array, steps: int) -> tuple[list[float], nnx.State]:
-    """The loss before each step, and the last step's gradients; tokens int32 [B, T + 1]."""
+    """(the loss before each step, the last step's gradients) for tokens int32 [B, T + 1]."""
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
     def loss(model):

@@ -1,7 +1,7 @@
-"""TurboQuant caches of which some rows' values cancel: what rounding shows in most.
+"""TurboQuant caches in which some rows' values cancel, which shows rounding errors best.
 
-One key weighs an eighth at a score of 6 and more, and its value is the opposite of what the others
-sum up to. So the output is a 24th as long as a value.
+One key has a weight of an eighth and a score of 6 or more, and its value is the opposite of the sum
+of the others. So the output is a 24th as long as a value.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ SHARE, SCORE, LEFT = 0.12, 6.2, 1 / 24
 
 
 def cancelling_case(lens: list[int], preset: str, *, seed: int = 0, **options: int) -> TurboCase:
-    """As `turbo_case`, where the last token's first query of each KV head sees such a key."""
+    """Like `turbo_case`, but the last token's first query of each KV head sees such a key."""
     case = turbo_case(lens, preset, seed=seed, **options)
     rng = np.random.default_rng(seed + 1)
     form, dim = case.form, case.q.shape[-1]
@@ -35,11 +35,11 @@ def cancelling_case(lens: list[int], preset: str, *, seed: int = 0, **options: i
             k += _along(query, _wanted(query, k) * np.ones(length))
             k[own] += _along(query, 2.0)
             stored = _kept(form, k, v)
-            # What the others weigh, by what the cache keeps of them.
+            # The weights of the others, from the keys that the cache stores.
             weights = np.exp((stored[0] @ turn) @ query * dim**-0.5)
             weights[own] = 0
             want = np.log(SHARE / (1 - SHARE) * weights.sum())
-            for _ in range(3):  # a key that is kept with few bits has another score
+            for _ in range(3):  # because rounding a key to few bits changes its score
                 score = (_kept(form, k, v)[0][own] @ turn) @ query * dim**-0.5
                 k[own] += _along(query, want - score)
             rest = weights @ stored[1] / np.exp(want)
@@ -54,30 +54,30 @@ def cancelling_case(lens: list[int], preset: str, *, seed: int = 0, **options: i
 
 
 def crafted(case: TurboCase, x: np.ndarray) -> np.ndarray:
-    """[B, Hk, ...]: of results [B, S, H, ...] those of the queries whose values cancel."""
+    """[B, Hk, ...]: the part of results [B, S, H, ...] for queries whose values cancel."""
     return np.asarray(x)[:, -1, :: case.q.shape[2] // case.kv_cache.shape[2]]
 
 
 def _others(query: np.ndarray, length: int, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """Keys, and values that have a part in common."""
+    """Keys, and values with a common part."""
     k, v = rng.normal(size=(2, length, query.size))
     return k, v + SHARE * rng.normal(size=query.size)
 
 
 def _wanted(query: np.ndarray, k: np.ndarray) -> float:
-    """What all scores have to be greater by, for the heavy key's to be `SCORE`."""
+    """The amount to add to all scores, so that the heavy key's score becomes `SCORE`."""
     scores = k @ query * query.size**-0.5
     total = np.log(np.exp(scores).sum() * SHARE / (1 - SHARE))
     return float(SCORE + 0.3 - total)
 
 
 def _along(query: np.ndarray, scores: np.ndarray | float) -> np.ndarray:
-    """What adds so much to scores of keys."""
+    """The change of keys that adds `scores` to their scores."""
     return np.multiply.outer(scores, query / (query @ query) * query.size**0.5)
 
 
 def _kept(form: TurboFormat, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
-    """Keys, rotated where the format rotates them, and values that a cache has of these."""
+    """Keys, rotated if the format rotates them, and values after a round trip through the cache."""
     return [np.asarray(x, np.float64) for x in dequantize(form, quantize(form, *_single(k, v)))]
 
 

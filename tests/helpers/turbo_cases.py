@@ -1,7 +1,7 @@
-"""TurboQuant: a second reading of the format in float64 NumPy, and caches whose rest is poison.
+"""TurboQuant: a second implementation of the format in float64 NumPy, and poisoned caches.
 
-The reading follows the documents alone: numbers and layout are written out here, and none of the
-package's functions is called.
+The implementation follows only the documents: numbers and layout are written out here, and it calls
+none of the package's functions.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ def table64(bits: int) -> np.ndarray:
 
 
 def quantize64(preset: str, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The keys [*t, D], rotated where they are stored so, and values that quantization leaves."""
+    """The keys [*t, D], rotated if they are stored so, and the values after quantization."""
     key_bits, value_bits = BITS[preset]
     if key_bits == 8:
         keys = np.clip(k, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -60,8 +60,7 @@ def half(x: np.ndarray) -> np.ndarray:
 
 @np.errstate(invalid="ignore")  # poison may be an infinity
 def read_page(form: TurboFormat, page: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(keys [C, D], as they are stored; values [C, D]) of one head's page of bytes, by the places
-    that the documents give."""
+    """(keys [C, D] as stored, values [C, D]) of one head's page, in the documented layout."""
     key_bits, value_bits = BITS[form.preset]
     dim = form.head_dim
     groups = page.reshape(-1, 16 * form.slot_bytes)
@@ -150,8 +149,10 @@ def turbo_case(
     layer: int = 1,
     seed: int = 0,
 ) -> TurboCase:
-    """Random queries, and rows of `lens` tokens of random codes on shuffled pages, every code as
-    likely; all else is bytes of 0xFF, which as float16 and e4m3 are NaN."""
+    """Random queries, and rows of `lens` tokens of uniformly random codes on shuffled pages.
+
+    All other bytes are 0xFF, which is NaN in float16 and e4m3.
+    """
     rng = np.random.default_rng(seed)
     form = TurboFormat(preset=preset, head_dim=dim)
     needed = [-(-n // page) for n in lens]
@@ -187,11 +188,12 @@ def turbo_case(
 
 
 def random_slots(form: TurboFormat, shape: tuple[int, ...], rng: Any) -> np.ndarray:
-    """Slots whose codes are any, and whose numbers are as those of normal keys and values."""
+    """Slots with random codes, and with norms, scales and minima like those of normal data."""
     slots = rng.integers(0, 256, (*shape, form.slot_bytes)).astype(np.uint8)
     numbers = [rng.uniform(0.1, 0.5, shape), rng.uniform(-3, -1, shape)]
     if form.rotated:
-        # Levels of any codes are 1.6 long with 4 bits, and 2.0 with 3: keys are as normal ones.
+        # The levels of random codes have length 1.6 with 4 bits, and 2.0 with 3, so keys are like
+        # normal.
         length = {4: 1.0, 3: 0.8}[form.key_bits]
         numbers.insert(0, length * rng.uniform(0.3, 0.9, shape))
     else:
@@ -212,7 +214,7 @@ def launch_turbo_decode(
     detect_races: bool = False,
     **asked: Any,
 ) -> tuple[Array, ...]:
-    """The kernel's launch, of a call with these arguments, which nobody has checked."""
+    """Launches the kernel for a call with these arguments, without the op's checks."""
     call = TurboDecodeCall(
         q=q, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens, **asked
     )
@@ -220,7 +222,7 @@ def launch_turbo_decode(
 
 
 def turbo_oracle(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
-    """(out [B, S, H, D], lse [B, S, H]) in float64; (0, -inf) where a token sees no key."""
+    """(out [B, S, H, D], lse [B, S, H]) in float64; (0, -inf) if a token sees no key."""
     q, lens, tables = (np.asarray(x) for x in (case.q, case.seq_lens, case.block_tables))
     batch, q_len, heads, dim = q.shape
     kv_heads = case.kv_cache.shape[2]
@@ -261,7 +263,7 @@ def turbo_oracle(case: TurboCase) -> tuple[np.ndarray, np.ndarray]:
 def assert_turbo_close(
     case: TurboCase, out: Array, lse: Array, *, error: float = 4e-3, lse_error: float = 2e-5
 ) -> None:
-    """Each row within that relative L2 error, and the LSE within `lse_error`."""
+    """Asserts that each row is within the relative L2 `error`, and the LSE within `lse_error`."""
     expected, expected_lse = turbo_oracle(case)
     assert out.shape == expected.shape and out.dtype == case.q.dtype
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(expected_lse))

@@ -1,4 +1,4 @@
-"""TurboQuant's moves and numbers, each compiled as one: one operation by itself takes as long."""
+"""TurboQuant's functions, each compiled as one program; compiling one operation takes as long."""
 
 import jax
 

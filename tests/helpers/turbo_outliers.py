@@ -1,4 +1,4 @@
-"""TurboQuant caches of which some dims of every key, and of every query, are far from 0."""
+"""TurboQuant caches in which some dims of every key and query are far from 0."""
 
 import dataclasses
 from typing import Any
@@ -10,8 +10,8 @@ from jaxattn.ops.gqa.scores import AttentionScoring, window_begins
 from tests.helpers.turbo_cases import TurboCase, hadamard64, read_page, turbo_case
 from tests.helpers.turbo_compiled import common_key, pack, page_slots, quantize, slot_pages
 
-ROUNDING = 2.0**-11  # of float16, relative
-SPLIT = 2.0**-8  # of two e4m3 terms
+ROUNDING = 2.0**-11  # relative, in float16
+SPLIT = 2.0**-8  # relative, with two e4m3 terms
 
 
 def outlier_case(
@@ -24,9 +24,11 @@ def outlier_case(
     differs: bool = False,
     **options: Any,
 ) -> TurboCase:
-    """As `turbo_case` with normal keys, values and queries, and `size` added to some dims of each,
-    or less it; of keys, to those of a `share` of the tokens. Where it `differs`, each token's dims
-    and signs are others."""
+    """Like `turbo_case` with normal data, plus or minus `size` in some dims of keys and queries.
+
+    Only a `share` of the tokens' keys is changed. With `differs`, each token has other dims and
+    signs.
+    """
     case = turbo_case(lens, preset, **options)
     rng = np.random.default_rng(1)
     form, dim = case.form, case.q.shape[-1]
@@ -35,7 +37,7 @@ def outlier_case(
     added[rng.permutation(dim)[:dims]] = size * (-1.0) ** np.arange(dims)
 
     def of_tokens() -> np.ndarray:
-        """[C, D], of a page."""
+        """The change of a page's keys, [C, D]."""
         if not differs:
             return np.where(rng.random((page, 1)) < share, added, 0)
         return rng.permuted(np.tile(added, (page, 1)), axis=1)
@@ -56,7 +58,7 @@ def outlier_case(
 
 
 def common64(case: TurboCase) -> np.ndarray:
-    """[B, Hk, D], what the op takes off the keys of each row."""
+    """[B, Hk, D], the common key that the op subtracts from the keys of each row."""
     new = case.options.get("query_lens")
     new = jnp.full_like(case.seq_lens, case.q.shape[1]) if new is None else new
     begins = window_begins(
@@ -72,9 +74,11 @@ def common64(case: TurboCase) -> np.ndarray:
 def bounds_of_rounded_keys(
     case: TurboCase, *, split: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What keys, weights and values in float16 change at most, or, `split`, rotated queries and
-    weights in two e4m3 terms beside exact codes, for each [B, S, H]: (a score, and
-    so the LSE; a result [.., D]). Of cases without a soft cap."""
+    """Bounds on the effect of rounding: (of scores and LSE [B, S, H], of results [B, S, H, D]).
+
+    The rounding is that of keys, weights and values in float16. With `split`, it is that of rotated
+    queries and weights in two e4m3 terms, with exact codes. Cases must not have a soft cap.
+    """
     q = np.asarray(case.q, np.float64)
     (batch, q_len, heads, dim), kv_heads = q.shape, case.kv_cache.shape[2]
     turn = np.eye(dim) if case.form.preset == "k8v4" else hadamard64(dim)
@@ -100,13 +104,13 @@ def bounds_of_rounded_keys(
         logits = k @ q[b, s, h] * dim**-0.5
         every = logits if sinks is None else np.append(logits, np.float64(sinks[h]))
         p = np.exp(logits - every.max()) / np.exp(every - every.max()).sum()
-        if common is not None and not split:  # float16 has every e4m3 number
+        if common is not None and not split:  # float16 represents every e4m3 number
             rounded = ROUNDING * (abs(k - common[b, n]) @ abs(q[b, s, h])).max() * dim**-0.5
             scores[b, s, h] = rounded
-        # A score counts in the weight and in the sum of weights.
+        # A score affects the weight and the sum of weights.
         share = np.expm1(2 * scores[b, s, h]) + 2 * ROUNDING
         results[b, s, h] = share * p @ abs(v)
-        if split:  # weights of values that count from the middle of a token's codes
+        if split:  # weights of values that are relative to the middle of a token's codes
             results[b, s, h] += 2 * SPLIT * p @ abs(v - (v.max(1) + v.min(1))[:, None] / 2)
     if case.options.get("gate") is not None:
         results = results / (1 + np.exp(-np.asarray(case.options["gate"], np.float64)))

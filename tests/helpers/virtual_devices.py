@@ -1,10 +1,10 @@
-"""Tests on several virtual CPU devices: their bodies run in one process that has eight of them.
+"""Tests on several virtual CPU devices, whose bodies run in one process with eight devices.
 
     @on_virtual_devices
     def test_something(): ...
 
-JAX reads the number of its devices when it starts, and the suite's own process has one. The other
-process is started with the first such test and keeps what it compiled for the next.
+JAX reads the number of devices when it starts, and the suite's own process has one device. The
+first such test starts the other process, which keeps its executables for the next tests.
 """
 
 import concurrent.futures
@@ -65,18 +65,18 @@ def _run(module: str, name: str, arguments: dict[str, Any], lazy: bool) -> None:
     try:
         getattr(importlib.import_module(module), name).__wrapped__(**arguments)
     finally:
-        # Fixtures end in the other process, which does not know what a copy has changed here.
+        # Fixtures end in the suite's process, which cannot undo the changes of a copy here.
         for each in arguments.values():
             if isinstance(each, pytest.MonkeyPatch):
                 each.undo()
 
 
 def on_virtual_devices(test: Callable[..., None]) -> Callable[..., None]:
-    """The test, with its body run where there are eight devices."""
+    """Runs a test's body in the process with eight devices."""
 
     @functools.wraps(test)
     def elsewhere(**arguments: Any) -> None:
-        from tests.helpers import lazy_steps  # an engine is imported in a second
+        from tests.helpers import lazy_steps  # here, because importing an engine takes a second
 
         before = {name: os.environ.get(name) for name in ("XLA_FLAGS", "JAX_PLATFORMS")}
         os.environ.update(XLA_FLAGS=FLAGS, JAX_PLATFORMS="cpu")

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from jaxattn.arena import Arena
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.gdn.decode import launch as gdn_decode
 from jaxattn.kernels.gqa import append as gqa_append_kernel
 from jaxattn.kernels.gqa.decode import launch as gqa_decode
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import decode_schedule as gqa_schedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import decode_schedule as gqa_schedule
 from jaxattn.kernels.gqa.prefill import launch as gqa_prefill
 from jaxattn.kernels.mla import append
 from jaxattn.kernels.mla.decode import launch as mla_decode
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule
 from jaxattn.kernels.mla.prefill import launch as mla_prefill_kernel
 from jaxattn.kernels.moe import launch as moe
 from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode
@@ -197,7 +197,7 @@ def test_gdn_decode_of_a_layer_in_a_pattern():
 
     def step(qkvz, ba, weights, conv, state, slots, repeat):
         return gated_delta_net_decode(
-            qkvz, ba, weights, conv, state, slots, layer=StackedLayer(repeat, 3, 1),
+            qkvz, ba, weights, conv, state, slots, layer=LayerIndex(repeat, 3, 1),
             implementation="mosaic_gpu",
         )  # fmt: skip
 

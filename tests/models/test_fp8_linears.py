@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 from jax.sharding import PartitionSpec
 
-from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
+from jaxattn.core.numerics.fp8_block_scaling import dequantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.models import CacheSize, DecodeBatch, registry
 from jaxattn.models.blocks import MLA
 from jaxattn.models.catalog import model_resolver

@@ -14,10 +14,10 @@ from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models.blocks import GDN, GQA, MLP, Block, Stream
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.param_roles import with_local_heads
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.network.decoder_spec import DecoderSpec
-from jaxattn.models.sharding.partition_rules import with_local_heads
 from tests.parallel.cases import drawn_params
 
 pytestmark = pytest.mark.lazy_steps

@@ -14,11 +14,11 @@ from jaxattn.models.blocks import MoE
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.catalog.decoder_sizes import DecoderSizes
 from jaxattn.models.catalog.model_sizes import ModelSizes
+from jaxattn.models.catalog.param_roles import param_role, with_local_heads
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import FAMILIES, read_decoder, read_model
-from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
 from tests.helpers.engine_cases import CONFIG
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -276,7 +276,7 @@ def test_a_parameter_without_a_part_is_named():
     ):
         param_role(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
     with pytest.raises(
-        ValueError, match="'vision'; add one to jaxattn/models/sharding/partition_rules.py"
+        ValueError, match="'vision'; add one to jaxattn/models/catalog/param_roles.py"
     ):
         param_role(spec, ("vision",))
 

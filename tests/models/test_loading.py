@@ -9,7 +9,7 @@ import pytest
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import new_state
 from jaxattn.engine.steps.model_steps import ModelStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.checkpoint import EMBEDDED, CheckpointError, native_format
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.loading.loader import read_folder

@@ -27,7 +27,8 @@ from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import FAMILIES
 from jaxattn.nn import moe as nn_moe
-from jaxattn.ops.moe.router_logits import choose_experts, sum_split_logits
+from jaxattn.ops.moe.router_logits import sum_split_logits
+from jaxattn.ops.moe.routing import choose_experts
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 MORE = os.environ.get("JAXATTN_TINY_CHECKPOINTS")

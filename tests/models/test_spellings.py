@@ -15,7 +15,7 @@ import safetensors.numpy
 from jaxattn.models import load
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.checkpoint import CheckpointError
-from jaxattn.models.loading import huggingface_checkpoint, tied_head
+from jaxattn.models.loading import huggingface_checkpoint, tied_embeddings
 from jaxattn.models.weight_map.name_prefix import TensorPrefix
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -135,7 +135,7 @@ def test_of_kimi_k2_5_the_text_model_is_read(tmp_path, prefix, word):
 
 
 def test_a_tied_head_that_is_stored_again_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr(tied_head, "COMPARED_BYTES", 1000)
+    monkeypatch.setattr(tied_embeddings, "COMPARED_BYTES", 1000)
     tensors = tensors_of("youtu")
     assert HEAD not in tensors
     folder = written(tmp_path / "model", "youtu", tensors | {HEAD: tensors[EMBEDDING].copy()})
@@ -155,7 +155,7 @@ def other_head(tensors) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_another_head_is_used_with_a_warning(tmp_path, monkeypatch, dtype):
     """As transformers 5 does. All of its logits but the last token's are the tied model's."""
-    monkeypatch.setattr(tied_head, "COMPARED_BYTES", 1000)
+    monkeypatch.setattr(tied_embeddings, "COMPARED_BYTES", 1000)
     tensors = tensors_of("youtu")
     head = other_head(tensors)
     folder = written(tmp_path / "model", "youtu", tensors | {HEAD: head})

@@ -10,7 +10,8 @@ from jaxattn import Engine, Limits, Request
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.core.turboquant.codec import TurboFormat, _warn_of_three_bits
 from jaxattn.models.blocks import GQA, MLP
-from jaxattn.models.blocks.block import Block, Stream
+from jaxattn.models.blocks.block import Block
+from jaxattn.models.blocks.mixer import Stream
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, PrefillBatch, init_state, jit_step, scratch_spec
 from jaxattn.models.network.decoder_model import DecoderModel

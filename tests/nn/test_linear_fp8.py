@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxattn.core.numerics.fp8_block_scaling import (
+from jaxattn.core.layer_index import LayerIndex
+from jaxattn.core.numerics.fp8_block_scaling import dequantize, quantize
+from jaxattn.core.numerics.fp8_weight_layout import (
     deinterleave_columns,
-    dequantize,
     interleave_columns,
-    quantize,
     split_fp8,
 )
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import Fp8Linear, GatedDeltaNet, GatedMLP, Linear
 from jaxattn.nn.fp8_linear import ExtraFp8Weights
 from jaxattn.nn.linear import StackedWeight, linears
@@ -60,7 +59,7 @@ def among_nan(own: jax.Array, layers: int, layer: int) -> jax.Array:
 
 def stacked(linear: Linear, layers: int, layer: int, implementation: str) -> Linear:
     """The linear as number `layer` of a stack; the others are NaN."""
-    place = StackedLayer(jnp.int32(layer + 1), 1, -1)
+    place = LayerIndex(jnp.int32(layer + 1), 1, -1)
     for name, attribute in linear.stacked.items():
         stack = among_nan(getattr(linear, name)[...], layers, layer)
         setattr(linear, attribute, StackedWeight(stack, place, implementation))
@@ -87,7 +86,7 @@ def test_two_kinds_beside_each_other_behind_a_norm(tokens, monkeypatch):
 
         def call(x, added, norms):
             stream = PendingNorm(
-                x, added, norms, layer=StackedLayer(modules[0].in_stack.layer.repeat, 2, -1),
+                x, added, norms, layer=LayerIndex(modules[0].in_stack.layer.repeat, 2, -1),
                 eps=1e-6, dtype=jnp.bfloat16, implementation=implementation,
             )  # fmt: skip
             return [*linears(stream, *modules), stream.total]

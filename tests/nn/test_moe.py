@@ -9,7 +9,7 @@ from flax import nnx
 from jaxattn import moe
 from jaxattn.arena import Arena
 from jaxattn.bench.model.expert_usage import ExpertChoices, RecordingExperts
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.nn import moe as nn_moe
 from jaxattn.ops.moe.router_logits import split_router, training_logits
@@ -39,7 +39,7 @@ def step(experts, x, implementation):
         moe.scratch(tokens=1, top_k=5, experts=66, hidden=FEATURES, expert_size=SIZE)
     )
     return experts.step(
-        x, stacks_of(experts), StackedLayer(jnp.int32(0), 1, 0), valid=jnp.ones((1, 1), jnp.int32),
+        x, stacks_of(experts), LayerIndex(jnp.int32(0), 1, 0), valid=jnp.ones((1, 1), jnp.int32),
         arena=arena, implementation=implementation,
     )[0]  # fmt: skip
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from jaxattn import mla
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rope, softmax_scale
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import StackedWeight, matmul
 from tests.helpers.at_once import at_once
@@ -211,7 +211,7 @@ def test_heads_that_are_no_multiple_of_eight_are_decoded_without_a_pad(numbers):
     )
     wanted, *_ = module.decode(x, cache, **given, implementation="xla")
     for name in ("w_uk", "w_uv"):
-        stack, layer = getattr(module, name)[...][None], StackedLayer(jnp.int32(0), 1, 0)
+        stack, layer = getattr(module, name)[...][None], LayerIndex(jnp.int32(0), 1, 0)
         place = StackedWeight(stack, layer, "mosaic_gpu_interpret")
         setattr(module, f"{name}_in_stack", place)
     rotation = module.decode_rotation(given["seq_lens"], 1)

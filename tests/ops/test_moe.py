@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxattn.arena import Arena
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.ops.moe.router_logits import router_products, split_router, sum_split_logits
@@ -86,7 +86,7 @@ def test_a_layer_of_a_stack():
     own = at_once(mixture_of_experts, x, ids, weights, gate_up[2], down[2])
     by_number = at_once(mixture_of_experts, x, ids, weights, gate_up, down, layer=2)
     traced = jax.jit(
-        lambda n: mixture_of_experts(x, ids, weights, gate_up, down, layer=StackedLayer(n, 2, 0))
+        lambda n: mixture_of_experts(x, ids, weights, gate_up, down, layer=LayerIndex(n, 2, 0))
     )(1)
     np.testing.assert_array_equal(by_number, own)
     np.testing.assert_allclose(traced, own, rtol=1e-6)
@@ -214,7 +214,7 @@ def test_a_gate_is_a_column_behind_the_routers(tokens):
     gates = jax.random.normal(keys[2], (2, 64, 1))
     both = np.concatenate([routers[1], gates[1]], axis=-1).astype(np.float64)
     exact = np.asarray(x, np.float64) @ both
-    place = StackedLayer(jnp.int32(1), 1, 0)
+    place = LayerIndex(jnp.int32(1), 1, 0)
     for found in (
         sum_split_logits(router_products(x, routers, place, gates=gates)),
         sum_split_logits(
@@ -231,7 +231,7 @@ def test_a_router_in_halves_chooses_as_float32_does(tokens):
     x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
     routers = jax.random.normal(keys[1], (2, 64, 24))
     exact = np.asarray(x, np.float64) @ np.asarray(routers[1], np.float64)
-    place = StackedLayer(jnp.int32(1), 1, 0)
+    place = LayerIndex(jnp.int32(1), 1, 0)
     for given in (routers, split_router(routers)):
         found = sum_split_logits(router_products(x, given, place))[:, :24]
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.linear.rms_norm import rms_norm_mosaic
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
 from tests.helpers.kernel_cases import both_devices, no_races
@@ -64,7 +64,7 @@ def test_what_is_added_has_the_shape_of_the_stream():
 def test_a_place_in_a_pattern_is_the_layer_of_its_number(implementation):
     x, weights = operands((2,), 256, layers=6)
     norm = functools.partial(rms_norm_layer, x, weights, implementation=implementation)
-    by_place = jax.jit(lambda repeat: norm(layer=StackedLayer(repeat, 3, 1)))(jnp.int32(1))
+    by_place = jax.jit(lambda repeat: norm(layer=LayerIndex(repeat, 3, 1)))(jnp.int32(1))
     np.testing.assert_array_equal(by_place, norm(layer=4))
 
 
@@ -112,8 +112,8 @@ def test_shapes_that_do_not_fit_are_named():
         (-1, ValueError, "layer=-1 is out of range"),
         (np.int64(5), ValueError, "layer=5 is out of range"),
         (jnp.int32(-1), ValueError, "layer=-1 is out of range"),
-        (StackedLayer(1, 3, 0), ValueError, "layer=3 is out of range"),
-        (StackedLayer(jnp.int32(1), 3, 2), ValueError, "layer=5 is out of range"),
+        (LayerIndex(1, 3, 0), ValueError, "layer=3 is out of range"),
+        (LayerIndex(jnp.int32(1), 3, 2), ValueError, "layer=5 is out of range"),
         (True, TypeError, "layer must be an integer, got bool"),
         (1.0, TypeError, "layer must be an integer, got float"),
         (None, TypeError, "layer must be an integer, got NoneType"),
@@ -127,7 +127,7 @@ def test_a_layer_outside_of_the_stack_is_refused(layer, error, words, implementa
         rms_norm_layer(x, weights, layer=layer, implementation=implementation)
 
 
-@pytest.mark.parametrize("layer", [np.int64(2), np.array(2), jnp.int32(2), StackedLayer(2, 1, 0)])
+@pytest.mark.parametrize("layer", [np.int64(2), np.array(2), jnp.int32(2), LayerIndex(2, 1, 0)])
 def test_a_layer_may_be_any_integer(layer):
     x, weights = operands((1,), 256)
     found = rms_norm_layer(x, weights, layer=layer, implementation="xla")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.nn.linear import Linear, StackedWeight, linears
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
 from tests.helpers.kernel_cases import no_races
@@ -17,7 +17,7 @@ def stream(tokens=1, features=256, implementation=None, seed=0):
     norms = 1 + 0.1 * jax.random.normal(keys[2], (4, features))
     layer = jnp.int32(1)
     made = PendingNorm(
-        x, added, norms, layer=StackedLayer(layer, 2, 1), eps=1e-6, dtype=jnp.bfloat16,
+        x, added, norms, layer=LayerIndex(layer, 2, 1), eps=1e-6, dtype=jnp.bfloat16,
         implementation=implementation,
     )  # fmt: skip
     total = np.asarray(x, np.float64) + np.asarray(added, np.float64)
@@ -34,7 +34,7 @@ def matrix(features=256, columns=128, seed=1, dtype=jnp.bfloat16):
 @pytest.mark.parametrize("implementation", [None, "mosaic_gpu_interpret"])
 def test_a_product_makes_the_norm_that_it_reads(implementation, give):
     x, layer, total, normed = stream(implementation=implementation)
-    weight, place = matrix(), StackedLayer(layer, 1, 0)
+    weight, place = matrix(), LayerIndex(layer, 1, 0)
     assert x.serves([weight], place)
     (y,) = x.linears((weight,), layer=place, out_dtypes=[jnp.float32], give=give)
     wanted = normed @ np.asarray(weight[1], np.float64)
@@ -52,7 +52,7 @@ def test_no_race_between_a_norm_and_its_product(monkeypatch):
         norm_linear, "linears_mosaic", lambda *a, **k: real(*a, **k, detect_races=True)
     )
     x, layer, *_ = stream(features=1024, implementation="mosaic_gpu_interpret")
-    place = StackedLayer(layer, 1, 0)
+    place = LayerIndex(layer, 1, 0)
     with no_races():
         weights = (matrix(1024, 256), matrix(1024, 128))
         ys = x.linears(weights, layer=place, out_dtypes=[jnp.float32] * 2, give=True)
@@ -61,14 +61,14 @@ def test_no_race_between_a_norm_and_its_product(monkeypatch):
 
 def test_what_the_product_does_not_serve_is_normed_by_itself():
     x, layer, total, normed = stream(tokens=3)
-    place = StackedLayer(layer, 1, 0)
+    place = LayerIndex(layer, 1, 0)
     assert not x.serves([matrix()], place)
     np.testing.assert_allclose(jnp.asarray(x).astype(jnp.float32), normed, rtol=2**-7, atol=1e-6)
     np.testing.assert_allclose(x.total, total, rtol=1e-6, atol=1e-6)
     one, layer, *_ = stream()
-    place = StackedLayer(layer, 1, 0)
+    place = LayerIndex(layer, 1, 0)
     assert one.serves([matrix()], place)
-    assert not one.serves([matrix()], StackedLayer(jnp.int32(1), 1, 0))  # another loop's number
+    assert not one.serves([matrix()], LayerIndex(jnp.int32(1), 1, 0))  # another loop's number
     assert not one.serves([matrix(dtype=jnp.float32)], place)
     assert not one.serves([matrix(256, 96)], place)
     assert not stream(features=192)[0].serves([matrix(192)], place)
@@ -80,7 +80,7 @@ def test_modules_take_a_stream_before_its_norm():
 
     x, layer, _, normed = stream()
     linear = Linear(256, 64, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    linear.in_stack = StackedWeight(matrix(256, 64), StackedLayer(layer, 1, 0), None)
+    linear.in_stack = StackedWeight(matrix(256, 64), LayerIndex(layer, 1, 0), None)
     (y,) = linears(x, linear)
     wanted = normed @ np.asarray(linear.in_stack.weights[1], np.float64)
     assert np.linalg.norm(y - wanted) <= 4e-3 * np.linalg.norm(wanted)

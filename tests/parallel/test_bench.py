@@ -10,8 +10,8 @@ import pytest
 from jaxattn.bench.multi_gpu import parallel_decode
 from jaxattn.bench.multi_gpu.sharded_model import ShardedModel
 from jaxattn.bench.plots import parallel_plot, result_plot
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import KNOWN
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.catalog import model_resolver
 from jaxattn.plan.layout_search import layouts_that_fit
 from tests.helpers.virtual_devices import on_virtual_devices

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from jaxattn.cli.options.parallel_config import read_layout, shard_over_devices
+from jaxattn.cli.options.parallel_options import read_layout
 from jaxattn.cli.options.parser import InputError
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.plan import main
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.cli.startup.engine_startup import shard_over_devices
+from jaxattn.limits import Limits
 from jaxattn.parallel import Parallel
 from tests.helpers.kernel_cases import slow
 from tests.parallel.cases import decoder

@@ -13,7 +13,7 @@ import pytest
 
 from jaxattn.engine.startup import engine_build
 from jaxattn.memory.device_memory import GIB, MIB, DeviceMemory
-from jaxattn.parallel import DeviceGroup, Parallel, collective_memory
+from jaxattn.parallel import DeviceGroup, Parallel, nccl_memory
 from jaxattn.parallel.nccl_comm_split_flag import OFF, VARIABLE
 from tests.helpers.virtual_devices import on_virtual_devices
 
@@ -41,18 +41,14 @@ class Card:
 @on_virtual_devices
 def test_what_others_take_of_a_gpu_meanwhile_does_not_count(own):
     card, group = Card(own), DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
-    with mock.patch.multiple(
-        collective_memory, device_memory=card.memory, process_bytes=card.of_process
-    ):
-        assert collective_memory.collectives_bytes(group) == TAKEN
+    with mock.patch.multiple(nccl_memory, device_memory=card.memory, process_bytes=card.of_process):
+        assert nccl_memory.collectives_bytes(group) == TAKEN
 
 
 @on_virtual_devices
 def test_nothing_counts_where_nothing_says_what_is_free():
     assert (
-        collective_memory.collectives_bytes(
-            DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2]))
-        )
+        nccl_memory.collectives_bytes(DeviceGroup(Parallel(tensor=2), tuple(jax.devices()[:2])))
         == 0
     )
 
@@ -106,13 +102,13 @@ def test_each_layout_is_looked_at_once_and_what_all_took_counts():
 def test_gpus_of_several_processes_are_refused_where_communicators_are_split(layout, processes):
     group = group_of(layout, processes)
     with pytest.raises(
-        collective_memory.CollectiveError, match=f"GPUs of {processes} processes"
+        nccl_memory.CollectiveError, match=f"GPUs of {processes} processes"
     ) as refused:
-        collective_memory.check_processes(group, {})
+        nccl_memory.check_processes(group, {})
     assert f'{VARIABLE}="{OFF}" in its environment' in str(refused.value)
-    collective_memory.check_processes(group, {VARIABLE: f"--xla_dump_to=/tmp {OFF}"})
-    collective_memory.check_processes(group_of(layout, processes, platform="cpu"), {})
-    collective_memory.check_processes(group_of(layout, 1), {})
+    nccl_memory.check_processes(group, {VARIABLE: f"--xla_dump_to=/tmp {OFF}"})
+    nccl_memory.check_processes(group_of(layout, processes, platform="cpu"), {})
+    nccl_memory.check_processes(group_of(layout, 1), {})
 
 
 # Axes of four devices of which {0, 2} and {1, 3} meet, or {0, 1} and {2, 3}.
@@ -147,27 +143,25 @@ def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
 
     with (
         mock.patch.object(DeviceGroup, "make", make),
-        mock.patch.object(collective_memory, "_processes", lambda _: processes),
+        mock.patch.object(nccl_memory, "_processes", lambda _: processes),
     ):
-        collective_memory._meet(group)
+        nccl_memory._meet(group)
     assert found == programs
 
 
 def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
-    with mock.patch.object(collective_memory, "_meet", lambda *_: wait.wait(60)):
+    with mock.patch.object(nccl_memory, "_meet", lambda *_: wait.wait(60)):
         with pytest.raises(
-            collective_memory.CollectiveError, match="did not connect within 0 s; XLA_FLAGS must"
+            nccl_memory.CollectiveError, match="did not connect within 0 s; XLA_FLAGS must"
         ):
-            collective_memory._meet_in_time(group, 0.05)
+            nccl_memory._meet_in_time(group, 0.05)
     wait.set()
-    with mock.patch.object(
-        collective_memory, "_meet", side_effect=collective_memory.CollectiveError("no")
-    ):
-        with pytest.raises(collective_memory.CollectiveError, match="no"):
-            collective_memory._meet_in_time(group)
-    with mock.patch.object(collective_memory, "_meet"):
-        collective_memory._meet_in_time(group)
+    with mock.patch.object(nccl_memory, "_meet", side_effect=nccl_memory.CollectiveError("no")):
+        with pytest.raises(nccl_memory.CollectiveError, match="no"):
+            nccl_memory._meet_in_time(group)
+    with mock.patch.object(nccl_memory, "_meet"):
+        nccl_memory._meet_in_time(group)
 
 
 def test_each_set_has_that_time_of_its_own():
@@ -181,9 +175,9 @@ def test_each_set_has_that_time_of_its_own():
         if waits:
             wait.wait(60)
 
-    with mock.patch.object(collective_memory, "_meet", meet):
-        collective_memory._meet_in_time(group, 0.25)
-    with mock.patch.object(collective_memory, "_meet", partial(meet, waits=True)):
-        with pytest.raises(collective_memory.CollectiveError, match="did not connect"):
-            collective_memory._meet_in_time(group, 0.25)
+    with mock.patch.object(nccl_memory, "_meet", meet):
+        nccl_memory._meet_in_time(group, 0.25)
+    with mock.patch.object(nccl_memory, "_meet", partial(meet, waits=True)):
+        with pytest.raises(nccl_memory.CollectiveError, match="did not connect"):
+            nccl_memory._meet_in_time(group, 0.25)
     wait.set()

@@ -23,8 +23,8 @@ from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import new_state
 from jaxattn.engine.steps.step_catalog import entry_points
 from jaxattn.engine.steps.step_interface import int32
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceError, DeviceMemory, known_device
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.temp_bound import LIBRARY_WORKSPACE, temp_bound
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.embedded.hybrid_model import Hybrid

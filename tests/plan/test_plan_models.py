@@ -14,8 +14,8 @@ from jaxattn.engine.startup.decode_step_count import choose_decode_steps
 from jaxattn.engine.startup.executable_memory import from_shapes
 from jaxattn.engine.startup.memory_plan import packed_shapes, plan_engine
 from jaxattn.engine.steps.step_catalog import ModelStep
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import known_device
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.catalog import model_resolver

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from tests.helpers.live_server import live, served
 from tests.helpers.scripted_engine import CALL, ScriptedEngine
 

@@ -21,7 +21,7 @@ from jaxattn.cli.startup import compilation_cache
 from jaxattn.cli.startup.engine_startup import share_of_device
 from jaxattn.cli.startup.model_source import choose
 from jaxattn.engine.steps.step_catalog import all_steps
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.checkpoint import native_format
 from tests.helpers.engine_cases import FLOAT32, params_of
 from tests.helpers.fresh_process import said_by_a_fresh_process

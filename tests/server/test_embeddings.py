@@ -12,11 +12,11 @@ import pytest
 
 from jaxattn.cli.options.serve_options import parser
 from jaxattn.cli.startup.model_source import choose
-from jaxattn.models.loading.embedding_defaults import (
+from jaxattn.models.loading.pooling_config import (
     MODULES,
     POOLING,
-    EmbeddingDefaults,
-    read_embedding_defaults,
+    PoolingConfig,
+    read_pooling_config,
 )
 from jaxattn.text import TextError
 from tests.helpers.live_server import live, served
@@ -160,9 +160,9 @@ FLAGS = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "includ
     ],
 )
 def test_a_published_folder_says_what_its_embeddings_are(tmp_path, pooling, kinds, found):
-    assert read_embedding_defaults(tmp_path) == EmbeddingDefaults()
+    assert read_pooling_config(tmp_path) == PoolingConfig()
     write_modules(tmp_path, pooling, *kinds)
-    read = read_embedding_defaults(tmp_path)
+    read = read_pooling_config(tmp_path)
     assert (read.pooling, read.normalize, read.missing) == (*found, "")
     shutil.copy(TINY / "config.json", tmp_path)
     options = parser().parse_args(["--model", str(tmp_path), "--port", "0"])
@@ -180,7 +180,7 @@ def test_the_listed_folder_of_the_pooling_is_read(tmp_path, path, pooling):
     module = {"type": "sentence_transformers.models.Pooling"}
     listed = module if path is None else module | {"path": path}
     (tmp_path / MODULES).write_text(json.dumps([listed]))
-    assert read_embedding_defaults(tmp_path).pooling == pooling
+    assert read_pooling_config(tmp_path).pooling == pooling
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_listed_folder_of_the_pooling_is_read(tmp_path, path, pooling):
 )
 def test_other_embeddings_need_a_pooling_in_the_request(tmp_path, pooling, kinds, missing):
     write_modules(tmp_path, pooling, *kinds)
-    own = read_embedding_defaults(tmp_path)
+    own = read_pooling_config(tmp_path)
     model = dataclasses.replace(served(ScriptedEngine, hidden_size=HIDDEN), embedding=own)
     with live(model) as server:
         error = server.post("/v1/embeddings", {"input": "x"}).json()["error"]
@@ -207,7 +207,7 @@ def test_other_embeddings_need_a_pooling_in_the_request(tmp_path, pooling, kinds
 
 
 def test_requests_have_the_model_s_own_embeddings(tmp_path):
-    own = EmbeddingDefaults(pooling="mean", normalize=False)
+    own = PoolingConfig(pooling="mean", normalize=False)
     with live(
         dataclasses.replace(served(ScriptedEngine, hidden_size=HIDDEN), embedding=own)
     ) as server:
@@ -234,4 +234,4 @@ def test_damaged_files_of_embeddings_are_named(tmp_path, file, text, match):
     write_modules(tmp_path, {})
     (tmp_path / file).write_text(text)
     with pytest.raises(TextError, match=match):
-        read_embedding_defaults(tmp_path)
+        read_pooling_config(tmp_path)

@@ -12,11 +12,13 @@ import pytest
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import Request
 from jaxattn.server.decoding import structured_outputs
+from jaxattn.server.decoding.grammars import grammar_matcher
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
+from jaxattn.server.decoding.grammars.grammar_matcher import GrammarVocabulary
 from jaxattn.server.decoding.message_events import MessageParts
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.output_collector import failure
-from jaxattn.server.decoding.structured_outputs import GrammarVocabulary, read_grammar
+from jaxattn.server.decoding.structured_outputs import read_grammar
 from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields
@@ -125,7 +127,7 @@ def test_what_cannot_be_followed_is_400(vocabulary, asked):
 def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, monkeypatch):
     """llguidance then allows a stop token, which would end a part of an answer as if whole."""
     few = llguidance.LLParserLimits(max_lexer_states=40)
-    monkeypatch.setattr(structured_outputs, "LIMITS", few)
+    monkeypatch.setattr(grammar_matcher, "LIMITS", few)
     asked = {"type": "regex", "pattern": "[ab]*a[ab]{20}!"}
     [matcher] = vocabulary.matchers(*asked_for({"response_format": asked}), 1)
     luck = random.Random(0)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models import load
 from jaxattn.models.checkpoint import EMBEDDED
 from tests.helpers.live_server import live, served

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from tests.helpers.live_server import live, served
 from tests.helpers.odd_requests import answer, sane
 from tests.helpers.scripted_engine import LIMITS, ScriptedEngine

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxattn.server.decoding.grammars.answer_grammar import AnswerGrammar
+from jaxattn.server.decoding.grammars.grammar_matcher import GrammarVocabulary
 from jaxattn.server.decoding.message_events import MessageParts
 from jaxattn.server.decoding.message_format import FORMATS, MessageFormat
-from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
 from jaxattn.server.decoding.tool_choice import read_tools
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields

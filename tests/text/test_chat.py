@@ -8,7 +8,7 @@ import pytest
 
 from jaxattn.text import TextError, load
 from jaxattn.text.chat_template import ChatTemplate, flattened, known_roles
-from jaxattn.text.renderer_process import TemplateRenderer
+from jaxattn.text.renderer_process import RendererProcess
 from jaxattn.text.template_renderer import render
 from jaxattn.text.tokenizer_config import read_settings
 from tests.helpers.chat_cases import ARGUMENTS, CASES, DATA, EXPECTED, NAMES, SPECIAL
@@ -136,7 +136,7 @@ def test_a_template_file_that_is_no_text_or_huge_is_named(content, folder):
 def test_a_hostile_template_of_a_folder_is_stopped_and_named(folder):
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (folder / "chat_template.jinja").write_text(loop)
-    template = ChatTemplate(read_settings(folder), TemplateRenderer(seconds=0.3))
+    template = ChatTemplate(read_settings(folder), RendererProcess(seconds=0.3))
     with pytest.raises(TextError, match="chat_template.jinja did not end within 0.3 s"):
         template.render(HELLO)
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxattn.text import TextError
-from jaxattn.text.renderer_process import FILE, TemplateRenderer
+from jaxattn.text.renderer_process import FILE, RendererProcess
 from jaxattn.text.template_renderer import packed, receive, send
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -20,14 +20,14 @@ ECHO = "{{ messages[0].content }}"
 
 @pytest.fixture(scope="module")
 def renderer():
-    made = TemplateRenderer(seconds=60, most_characters=2**20, most_bytes=2**29)
+    made = RendererProcess(seconds=60, most_characters=2**20, most_bytes=2**29)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
 def hasty():
-    made = TemplateRenderer(seconds=0.7)
+    made = RendererProcess(seconds=0.7)
     yield made
     made.close()
 
@@ -145,7 +145,7 @@ def test_ctrl_c_does_not_leave_an_answer_for_the_next_chat(renderer):
 
 
 def test_no_process_outlives_its_renderer():
-    mine = TemplateRenderer()
+    mine = RendererProcess()
     assert render(mine, ECHO) == "hello"
     process = mine._process
     del mine
@@ -177,7 +177,7 @@ def test_it_does_so_in_the_middle_of_a_template_without_end(alone):
 def test_a_process_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", os.devnull)
     with pytest.raises(TextError, match="no process for chat templates can be started"):
-        render(TemplateRenderer(), ECHO)
+        render(RendererProcess(), ECHO)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(TextError, match="ended at its start with code 1"):
-        render(TemplateRenderer(), ECHO)
+        render(RendererProcess(), ECHO)

@@ -1,7 +1,7 @@
 """`python -m jaxattn.bench gqa`: paged grouped-query decode, checked and timed shape by shape.
 
-Times are `timing`'s, and without the schedule, which a step makes once for all layers. `invariant
-us` is `us` where rows are cut so that a row's bits do not depend on the others.
+Times are those of `timing`, without the schedule, which a step computes once for all layers.
+`invariant us` is `us` with splits that make a row's bits independent of the other rows.
 """
 
 import functools
@@ -23,9 +23,11 @@ PAGE = 64
 
 
 class GqaDecodeShape(NamedTuple):
-    """A batch of `batch` rows of `tokens` each; `window` 0 is none. Heads of 64 dims have sinks as
-    gpt-oss has them, those of 256 a gate as Qwen3-Next's. `cache` is bfloat16 or fp8, e4m3 with a
-    scale for the keys and one for the values of each head."""
+    """A batch of `batch` rows of `tokens` each, with a window of `window` tokens or 0 for none.
+
+    Heads of 64 dims have sinks like gpt-oss, and heads of 256 a gate like Qwen3-Next. `cache` is
+    bfloat16 or fp8: e4m3 with one scale for the keys and one for the values of each head.
+    """
 
     batch: int
     heads: int
@@ -44,7 +46,7 @@ class GqaDecodeShape(NamedTuple):
 
     @property
     def seen(self) -> int:
-        """Tokens that a row's query sees."""
+        """The number of tokens that a row's query sees."""
         return min(self.tokens, self.window or self.tokens)
 
 
@@ -99,8 +101,7 @@ def cache_format(shape: GqaDecodeShape) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
-    """Normal data on shuffled pages, in as many layers as keep what is read of the caches out of
-    L2."""
+    """Normal data on shuffled pages, with so many layers that no read of a call hits L2."""
     batch, heads, kv_heads, dim, tokens, _, page, cache = shape
     pages, stored = -(-tokens // page), KVFormat(cache, dim)
     layers = rotation(shape.read, most=32)
@@ -112,7 +113,7 @@ def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
     kv = normal(keys[1], (layers, batch * pages, 2, page, kv_heads, dim))
     scales = None
     if stored.scaled:
-        # Numbers of order 16, far from the largest and from the subnormal ones.
+        # Numbers of order 16, far from the largest and from subnormal ones.
         kv, scales = (kv * 16).astype(stored.dtype), jnp.full((2, kv_heads), 1 / 16, jnp.float32)
     return {
         "q": q,
@@ -154,11 +155,12 @@ def decode(
 
 
 def check(op: TimedOp, shape: GqaDecodeShape) -> float:
-    """Relative L2 error of the heads of the first and the last KV head of the first and the last
-    row, the greatest, against float64.
+    """The largest relative L2 error against float64.
+
+    It covers the heads of the first and the last KV head, in the first and the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than rounding.
+        AssertionError: an error of the output or the LSE is larger than rounding explains.
     """
     arrays, _ = op.operands[0]
     out, lse = op(0)
@@ -188,7 +190,7 @@ def check(op: TimedOp, shape: GqaDecodeShape) -> float:
 def measure(
     shape: GqaDecodeShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     arrays = inputs(shape)
     return label(shape) | timed(
         shape,
@@ -211,14 +213,14 @@ def timed(
     *,
     xla: bool,
 ) -> dict[str, Any]:
-    """What is measured of a row: by the usual schedule and by that of equal bits.
+    """Returns the measured columns of a row, by the usual and the batch-invariant schedule.
 
     Args:
-        shape: whose schedules are taken and whose FLOP are counted.
-        read: bytes of the cache.
-        lens: tokens of each row.
-        decode: the op by a schedule.
-        check: its error.
+        shape: The shape for the schedules and the FLOP.
+        read: Bytes that are read from the cache.
+        lens: Tokens of each row.
+        decode: Makes the op for a schedule and an implementation.
+        check: Returns the error of an op.
     """
     schedule, invariant = (
         schedule_of(shape, lens, batch_invariant=apart) for apart in (False, True)

@@ -1,9 +1,9 @@
 """`python -m jaxattn.bench gqa-prefill`: grouped-query prefill, checked and timed shape by shape.
 
-Times are `timing`'s. Beside them, in the same run and by the same profile, cuDNN's attention, as
-`jax.nn.dot_product_attention` calls it, where it has the shape. FLOP are the causal half's, and all
-of a prefix's. What is profiled takes inputs in turn that do not fit in L2; the loop of `call us`
-has the same ones in each call.
+Times are those of `timing`. Where cuDNN supports the shape, the same run and profile also time
+cuDNN's attention, as `jax.nn.dot_product_attention` calls it. The FLOP are those of the causal half
+and of the whole prefix. Profiled calls take inputs in turn that do not fit in L2; the loop of `call
+us` has the same inputs in each call.
 """
 
 import functools
@@ -20,13 +20,15 @@ from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 PAGE = 64
-CHECKED = 64  # queries of a row that are checked, the last ones
+CHECKED = 64  # number of last queries of a row to check
 
 
 class GqaPrefillShape(NamedTuple):
-    """`batch` rows of `tokens` new tokens each, on a cached prefix; `window` 0 is none. Without a
-    prefix `gqa_attention` is measured, with one `gqa_prefill`. Heads of 64 dims have sinks as
-    gpt-oss has them, those of 256 a gate as Qwen3-Next's."""
+    """`batch` rows of `tokens` new tokens each, after a cached prefix; `window` 0 is none.
+
+    The bench times `gqa_attention` without a prefix, and `gqa_prefill` with one. Heads of 64 dims
+    have sinks like gpt-oss, and heads of 256 a gate like Qwen3-Next.
+    """
 
     batch: int
     heads: int
@@ -71,8 +73,10 @@ def label(shape: GqaPrefillShape) -> dict[str, str]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: GqaPrefillShape, seed: int) -> tuple[Any, ...]:
-    """q, k, v, and with a prefix the cache, its tables and both lengths; sinks and gate, or None.
-    Normal data, the prefix on shuffled pages."""
+    """q, k, v; with a prefix the cache, its block tables and both lengths; sinks and gate, or None.
+
+    Data are normal, and the prefix lies on shuffled pages.
+    """
     keys = jax.random.split(jax.random.key(seed), 7)
     batch, heads, kv_heads, dim, tokens, prefix, _, page = shape
     counts = heads, kv_heads, kv_heads
@@ -102,7 +106,7 @@ def prefill(shape: GqaPrefillShape, implementation: Implementation | None) -> Ti
 
 
 def counts(shape: GqaPrefillShape) -> tuple[float, int]:
-    """FLOP and bytes of a call."""
+    """The FLOP and the bytes of a call."""
     batch, heads, kv_heads, dim, tokens, prefix, window, _ = shape
     pairs = tokens**2 / 2 + tokens * prefix
     if window:
@@ -114,11 +118,12 @@ def counts(shape: GqaPrefillShape) -> tuple[float, int]:
 
 
 def check(op: TimedOp, shape: GqaPrefillShape) -> float:
-    """Relative L2 error of the last head's last queries in the first and last row, the greatest,
-    against float64.
+    """The largest relative L2 error of the last head's last queries, against float64.
+
+    It covers the first and the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than rounding.
+        AssertionError: an error of the output or the LSE is larger than rounding explains.
     """
     *arrays, sinks, gate = op.operands[0]
     out, lse = op(0)
@@ -131,7 +136,7 @@ def check(op: TimedOp, shape: GqaPrefillShape) -> float:
             held = numpy_reference.exact(cache[tables[row], :, :, -1]).swapaxes(0, 1)
             before = held.reshape(2, -1, shape.dim)[:, : shape.prefix]
             k, v = np.concatenate([before[0], k]), np.concatenate([before[1], v])
-        for query in queries:  # each on its own: of a window each sees other keys
+        for query in queries:  # one by one, because with a window each sees other keys
             last = shape.prefix + query
             first = max(int(last) + 1 - shape.window, 0) if shape.window else 0
             end = last + 1
@@ -155,7 +160,7 @@ def check(op: TimedOp, shape: GqaPrefillShape) -> float:
 
 
 def peer(shape: GqaPrefillShape) -> float:
-    """TFLOP/s of cuDNN's causal attention, as JAX calls it; it has no gate and no sinks."""
+    """TFLOP/s of cuDNN's causal attention, as JAX calls it, without gate and sinks."""
     flops, moved = counts(shape)
 
     def call(operands, state, _):
@@ -169,12 +174,12 @@ def peer(shape: GqaPrefillShape) -> float:
 def measure(
     shape: GqaPrefillShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     shape = GqaPrefillShape(*shape)
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
-    del op  # before XLA's intermediates
+    del op  # frees memory for XLA's intermediates
     flops, moved = counts(shape)
     row: dict[str, Any] = {
         **label(shape),

@@ -1,9 +1,9 @@
 """`python -m jaxattn.bench mla`: paged MLA decode, checked and timed shape by shape.
 
-Times are `timing`'s. They leave out the schedule, which a step makes once for all layers, and a
-peer's plan. The op is told that lengths lie within the tables. A step checks this once for all
-layers, and peers do not check it. `invariant us` is `us` where rows are cut so that a row's bits do
-not depend on the others.
+Times are those of `timing`. They do not include the schedule, which a step computes once for all
+layers, or a baseline's plan. The op does not check that lengths fit the tables: a step checks this
+once for all layers, and the baselines do not check it. `invariant us` is `us` with splits that make
+a row's bits independent of the other rows.
 """
 
 import functools
@@ -24,9 +24,9 @@ from jaxattn.core.validation.array_checks import BoundedLengths
 
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
-KV_SCALE = 2.0**-6  # of e4m3 caches: normal data stays below 448 of it
-# B, H, T, S. T is every row's, or "1-8192", drawn from there, or "even 1-8192", as many tokens
-# spread evenly, or "2048 of 65536", every row's under a block table for more.
+KV_SCALE = 2.0**-6  # of e4m3 caches, so that normal data stay below 448 scales
+# B, H, T, S. T is the length of every row; "1-8192", drawn from that range; "even 1-8192", the same
+# total spread evenly; or "2048 of 65536", every row's length in a block table for more tokens.
 Shape = tuple[int, int, int | str, int]
 SHAPES: tuple[Shape, ...] = (
     (128, 128, 4096, 1),
@@ -57,7 +57,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (
     (3, 16, "1-200", 1),
     (2, 16, "70 of 512", 1),
 )
-EVENLY = 1.08  # what drawn lengths may take of the time of as many tokens spread evenly
+EVENLY = 1.08  # upper bound on the time of drawn lengths, relative to the same total spread evenly
 
 
 def cache_format(shape: Shape) -> str:
@@ -69,7 +69,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 
 def room(tokens: int | str) -> tuple[int, int]:
-    """The most tokens that a row has, and that a block table has room for."""
+    """(tokens of the longest row, tokens that a block table has room for)."""
     if isinstance(tokens, int):
         return tokens, tokens
     some, of, more = tokens.partition(" of ")
@@ -78,7 +78,7 @@ def room(tokens: int | str) -> tuple[int, int]:
 
 
 def lengths(batch: int, tokens: int | str) -> np.ndarray:
-    """int32 [B], the tokens of each row: the same ones in every run."""
+    """int32 [B], the tokens of each row, equal in every run."""
     if isinstance(tokens, int) or " of " in tokens:
         return np.full(batch, room(tokens)[0], np.int32)
     low, high = map(int, tokens.removeprefix("even ").split("-"))
@@ -93,7 +93,7 @@ def lengths(batch: int, tokens: int | str) -> np.ndarray:
 def inputs(
     batch: int, heads: int, tokens: int | str, q_len: int, cache: str = "bfloat16"
 ) -> tuple[jax.Array, ...]:
-    """Normal data on shuffled pages, in as many layers as keep the caches out of L2."""
+    """Normal data on shuffled pages, with so many layers that L2 does not hold the caches."""
     latents = LatentFormat(cache)
     pages, width = (-(-most // PAGE) for most in room(tokens))
     layers = rotation(batch * pages * PAGE * latents.nbytes, most=32)
@@ -113,7 +113,7 @@ def scale_of(cache: str) -> float | None:
 
 @functools.partial(jax.jit, static_argnames=("q_len", "num_heads", "max_pages"))
 def _schedules(lens: jax.Array, **static: Any) -> list[mla.Schedule]:
-    """The usual one, and the one for equal bits whatever stands beside a row."""
+    """The usual schedule, and the batch-invariant one."""
     return [mla.decode_schedule(lens, batch_invariant=apart, **static) for apart in (False, True)]
 
 
@@ -140,11 +140,12 @@ def decode(
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """Relative L2 error of up to 16 heads of the first, last, shortest and longest row, the
-    greatest, against float64.
+    """The largest relative L2 error of up to 16 heads, against float64.
+
+    It covers the first, last, shortest and longest row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than rounding.
+        AssertionError: an error of the output or the LSE is larger than rounding explains.
     """
     (q, cache, tables, lens), _ = op.operands[0]
     out, lse = op(0)
@@ -176,14 +177,14 @@ def measure(
     xla: bool = False,
     cache: str = "bfloat16",
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time. `cache` is a dtype of `LatentFormat`."""
+    """Returns a row of the table; `xla` adds XLA's time. `cache` is a dtype of `LatentFormat`."""
     batch, heads, tokens, q_len = shape
     _, _, tables, lens = arrays = inputs(*shape, cache)
     schedule, invariant = _schedules(lens, q_len=q_len, num_heads=heads, max_pages=tables.shape[1])
     op = decode(arrays, schedule, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
-    op.operands = [(arrays, invariant)]  # has the same shapes, so that nothing is compiled again
+    op.operands = [(arrays, invariant)]  # of the same shapes, so nothing is recompiled
     error = max(error, check(op, shape))
     alone = kernel_seconds(op)
     beside = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
@@ -202,7 +203,7 @@ def measure(
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the drawn lengths cost, beside as many tokens spread evenly."""
+    """The cost of drawn lengths relative to the same number of tokens spread evenly."""
     times = {row["B,H,T,S"]: row["us"] for row in rows}
     said = []
     for name, time in times.items():

@@ -1,6 +1,6 @@
-"""The second table of `python -m jaxattn.bench mla`: FP8 caches beside bfloat16 ones.
+"""The second table of `python -m jaxattn.bench mla`: FP8 caches compared with bfloat16.
 
-The columns are those of `jaxattn.bench.attention.mla`. GB/s counts the bytes that the cache has.
+The columns are those of `jaxattn.bench.attention.mla`. GB/s counts the bytes of the cache's format.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 from jaxattn.bench.attention import mla
 from jaxattn.core.dispatch import Implementation
 
-# What is said of a cache, and its dtype.
+# The label of a cache, and its dtype.
 CACHES = {"bfloat16": "bfloat16", "e4m3": "float8_e4m3fn", "block-scaled": "uint8"}
 Shape = tuple[int, int, int, int, str]  # B, H, T, S and the cache
 
@@ -21,7 +21,7 @@ def _with_caches(*shapes: tuple[int, int, int, int]) -> tuple[Shape, ...]:
 SHAPES = _with_caches((128, 16, 4096, 1), (128, 128, 4096, 1))
 MORE_SHAPES = _with_caches()
 SMALL_SHAPES = _with_caches((1, 4, 70, 1))
-FASTER = 1.5  # block-scaled than bfloat16, with 16 heads
+FASTER = 1.5  # speedup of block-scaled over bfloat16 that 16 heads should reach
 
 
 def label(shape: Shape) -> dict[str, str]:
@@ -29,14 +29,14 @@ def label(shape: Shape) -> dict[str, str]:
 
 
 def cache_format(shape: Shape) -> str:
-    """Its name in --kv-cache-dtype."""
+    """The cache's name in --kv-cache-dtype."""
     return {"bfloat16": "bfloat16", "e4m3": "fp8", "block-scaled": "fp8_block"}[shape[4]]
 
 
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     *sizes, cache = shape
     batch, heads, tokens, q_len = sizes
     row = mla.measure((batch, heads, tokens, q_len), implementation, xla=xla, cache=CACHES[cache])
@@ -44,7 +44,7 @@ def measure(
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How much faster FP8 caches are than bfloat16 ones."""
+    """The speedups of FP8 caches over bfloat16 ones."""
     times = {(row["B,H,T,S"], row["cache"]): row["us"] for row in rows}
     said = []
     for (name, cache), time in times.items():

@@ -1,7 +1,8 @@
 """`python -m jaxattn.bench mla-index`: the indexer's exact top k, checked and timed shape by shape.
 
-Times are `timing`'s. `xla us` is `jax.lax.top_k` over XLA's scores and a sort of the places. `of
-bytes` is the time over that of the row's key bytes at READ bytes per second, once for all tokens.
+Times are those of `timing`. `xla us` is `jax.lax.top_k` over XLA's scores, and a sort of the
+positions. `of bytes` is the time relative to one read of the rows' keys, for all tokens together,
+at READ bytes per second.
 """
 
 import functools
@@ -19,8 +20,8 @@ from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 PAGE, DIM = 64, 128
-READ = 4.0e12  # bytes per second that a read of the keys alone is reckoned with
-# B, S, Hi, T with the S new tokens, top k and the keys' dtype.
+READ = 4.0e12  # bytes per second that a pure read of the keys is assumed to reach
+# B, S, Hi, T including the S new tokens, top k and the keys' dtype.
 Shape = tuple[int, int, int, int, int, str]
 BF16, E4M3 = "bfloat16", "float8_e4m3fn"
 SHAPES: tuple[Shape, ...] = (
@@ -44,8 +45,10 @@ def label(shape: Shape) -> dict[str, str]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def inputs(batch: int, q_len: int, heads: int, tokens: int, stored: str) -> tuple[Any, ...]:
-    """Normal data on shuffled pages, in as many layers as keep the keys out of L2; of FP8 keys also
-    a scale a token, else None."""
+    """Normal data on shuffled pages, with so many layers that L2 does not hold the keys.
+
+    The last item is a scale per token for FP8 keys, else None.
+    """
     pages, numbers = -(-tokens // PAGE), jax.random.split(jax.random.key(0), 4)
     layers = rotation(batch * pages * PAGE * DIM * jnp.dtype(stored).itemsize, most=8)
     q = jax.random.normal(numbers[0], (batch, q_len, heads, DIM), jnp.bfloat16)
@@ -60,7 +63,7 @@ def top_k_of_scores(
     q: jax.Array, weights: jax.Array, keys: jax.Array, tables: jax.Array, lens: jax.Array,
     *, top_k: int, layer: Any, k_scale: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
-    """What JAX users have: XLA's scores of 16 tokens at a time, and `jax.lax.top_k`."""
+    """The alternative in plain JAX: XLA's scores of 16 tokens at a time, and `jax.lax.top_k`."""
 
     def row(given: Any) -> jax.Array:
         q, weights, table, length = given
@@ -92,11 +95,13 @@ def index(arrays: tuple[Any, ...], top_k: int, implementation: Implementation | 
 
 
 def check(op: TimedOp, top_k: int) -> float:
-    """By how much a key that was left out is better than one that was taken, of the first and last
-    token of the first and last row, against float64, relative to the scores' deviation.
+    """The largest lead of a key that was left out over one that was taken, against float64.
+
+    It is relative to the standard deviation of the scores, and covers the first and the last token
+    of the first and the last row.
 
     Raises:
-        AssertionError: it is more than rounding, or places are not ascending.
+        AssertionError: the lead is larger than rounding explains, or positions do not ascend.
     """
     q, weights, keys, tables, lens, scale = op.operands[0]
     places, worst = op(0), 0.0
@@ -121,7 +126,7 @@ def check(op: TimedOp, top_k: int) -> float:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     batch, q_len, heads, tokens, top_k, stored = shape
     arrays = inputs(batch, q_len, heads, tokens, stored)
     op = index(arrays, top_k, implementation)

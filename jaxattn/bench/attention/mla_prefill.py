@@ -1,9 +1,9 @@
 """`python -m jaxattn.bench mla-prefill`: MLA's causal prefill, checked and timed shape by shape.
 
-Times are `timing`'s. Beside them, in the same run and by the same profile, jax's own
-`attention_mgpu` at its nearest shapes: it has one head dim for keys and values, so 128 and 256
-stand around MLA's 192 and 128. FLOP are the causal half's. What is profiled takes inputs in turn
-that do not fit in L2; the loop of `call us` has the same ones in each call.
+Times are those of `timing`. The same run and profile also time jax's own `attention_mgpu` at its
+nearest shapes. It has one head dim for keys and values, so 128 and 256 enclose MLA's 192 and 128.
+The FLOP are those of the causal half. Profiled calls take inputs in turn that do not fit in L2; the
+loop of `call us` has the same inputs in each call.
 """
 
 import functools
@@ -22,8 +22,8 @@ from jaxattn.core.dispatch import Implementation
 
 NOPE, ROPE, VALUES, RANK, PAGE = 128, 64, 128, 512, 64
 SCALE = (NOPE + ROPE) ** -0.5
-# B, T, H, and tokens of the prefix. Without one `causal_attention` is measured, with one all of
-# `mla_prefill`, the expansion of keys and values included.
+# B, T, H, and tokens of the prefix. Without a prefix the bench times `causal_attention`, with one
+# all of `mla_prefill`, including the expansion of keys and values.
 Shape = tuple[int, int, int, int]
 SHAPES: tuple[Shape, ...] = (
     (1, 8192, 128, 0),
@@ -35,11 +35,11 @@ SHAPES: tuple[Shape, ...] = (
 )
 MORE_SHAPES: tuple[Shape, ...] = ()
 SMALL_SHAPES: tuple[Shape, ...] = ((2, 72, 1, 0), (1, 24, 2, 70))
-# attention_mgpu's head dim, keys of a step, stages: the fastest that fit, of those tried.
+# attention_mgpu's head dim, keys per step and stages: the fastest configurations tried that fit.
 PEERS = ((128, 128, 2), (256, 64, 2))
 
 
-CHECKED = 64  # queries of a row that are checked, the last ones
+CHECKED = 64  # number of last queries of a row to check
 
 
 def label(shape: Shape) -> dict[str, str]:
@@ -48,7 +48,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def inputs(batch: int, tokens: int, heads: int, seed: int = 0) -> tuple[jax.Array, ...]:
-    """q, k, v, k_pe of `causal_attention`: normal data."""
+    """Normal q, k, v and k_pe for `causal_attention`."""
     shapes = (heads, NOPE + ROPE), (heads, NOPE), (heads, VALUES), (ROPE,)
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     draw = lambda key, shape: jax.random.normal(key, (batch, tokens, *shape), jnp.bfloat16)  # noqa: E731
@@ -57,7 +57,7 @@ def inputs(batch: int, tokens: int, heads: int, seed: int = 0) -> tuple[jax.Arra
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def chunk(batch: int, tokens: int, heads: int, prefix: int, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Arguments of `mla_prefill`: normal data, the prefix on shuffled pages."""
+    """Normal arguments for `mla_prefill`, with the prefix on shuffled pages."""
     pages = -(-(prefix + tokens) // PAGE)
     shapes = (
         (batch, tokens, heads, NOPE + ROPE),
@@ -74,7 +74,7 @@ def chunk(batch: int, tokens: int, heads: int, prefix: int, seed: int = 0) -> tu
 
 
 def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
-    """`causal_attention`, or with a prefix all of `mla_prefill`."""
+    """`causal_attention`, or with a prefix all of `mla_prefill`, as a timed op."""
     *chunk_shape, prefix = shape
 
     def call(operands, state, _):
@@ -93,7 +93,7 @@ def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
 
 
 def counts(shape: Shape) -> tuple[float, int]:
-    """FLOP and bytes of a call."""
+    """The FLOP and the bytes of a call."""
     batch, tokens, heads, prefix = shape
     if not prefix:
         dims = heads * (NOPE + ROPE + NOPE + 2 * VALUES) + ROPE
@@ -101,7 +101,7 @@ def counts(shape: Shape) -> tuple[float, int]:
         return flops, batch * tokens * (2 * dims + 4 * heads)
     pairs = tokens**2 / 2 + tokens * prefix
     expanded = (tokens + prefix) * RANK * (NOPE + VALUES)
-    # Queries and output, the latents twice (new ones come, all are read), both weights.
+    # Queries and output; all latents, and the new ones once more as an argument; both weights.
     queries = batch * tokens * heads * (NOPE + ROPE + VALUES)
     latents = batch * (2 * tokens + prefix) * (RANK + ROPE)
     moved = 2 * (queries + latents + heads * RANK * (NOPE + VALUES))
@@ -109,11 +109,12 @@ def counts(shape: Shape) -> tuple[float, int]:
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """Relative L2 error of the last head's last queries in the first and last row, the greatest,
-    against float64.
+    """The largest relative L2 error of the last head's last queries, against float64.
+
+    It covers the first and the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than rounding.
+        AssertionError: an error of the output or the LSE is larger than rounding explains.
     """
     batch, tokens, _, prefix = shape
     out, lse = op(0)
@@ -142,7 +143,7 @@ def check(op: TimedOp, shape: Shape) -> float:
         lse_errors.append(
             np.abs(numpy_reference.exact(lse[row, :, -1])[queries] - expected_lse).max()
         )
-    # With a prefix keys and values are rounded where they are expanded, here they are not.
+    # With a prefix, the op rounds the expanded keys and values; the reference does not.
     below, lse_below = (6e-3, math.inf) if prefix else (4e-3, 2e-5)
     return numpy_reference.accepted(
         f"mla prefill {shape}", errors, lse_errors, below=below, lse_below=lse_below
@@ -150,7 +151,7 @@ def check(op: TimedOp, shape: Shape) -> float:
 
 
 def peer(shape: Shape, dim: int, block: int, stages: int) -> float:
-    """TFLOP/s of jax's own causal attention, float16 (the dtype that it stages in)."""
+    """TFLOP/s of jax's own causal attention in float16, the dtype of its staged tiles."""
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
     batch, tokens, heads, _ = shape
@@ -174,11 +175,11 @@ def peer(shape: Shape, dim: int, block: int, stages: int) -> float:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
-    del op  # before XLA's intermediates
+    del op  # frees memory for XLA's intermediates
     flops, moved = counts(shape)
     row: dict[str, Any] = {
         **label(shape),

@@ -1,8 +1,9 @@
 """`python -m jaxattn.bench mla-sparse`: MLA attention to lists of positions, checked and timed.
 
-Each token attends to K positions of its row, drawn from all that it sees and ascending, as the
-indexer gives them. S of up to 8 are a decode step's, more a chunk of a prompt. Times are
-`timing`'s. GB/s counts each token's latents anew, as if tokens had none in common.
+Each token attends to K positions of its row. They are drawn from all positions that the token sees,
+in ascending order like the indexer's. With S up to 8 the tokens are those of a decode step, with
+more those of a prompt chunk. Times are those of `timing`. GB/s counts the latents of each token
+separately, as if tokens shared none.
 """
 
 import functools
@@ -23,7 +24,7 @@ from jaxattn.core.dispatch import Implementation
 PAGE, DIM, RANK = 64, 576, 512
 SCALE = 192**-0.5
 MOST_DECODED = 8  # tokens of a row in a decode step
-# B, S, H, T with the S new tokens, K and the cache.
+# B, S, H, T including the S new tokens, K and the cache's dtype.
 Shape = tuple[int, int, int, int, int, str]
 BF16, SCALED = "bfloat16", "uint8"
 SHAPES: tuple[Shape, ...] = (
@@ -47,7 +48,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 
 def layers_of(batch: int, q_len: int, tokens: int, top_k: int, cache: str) -> int:
-    """As many as keep what is listed out of L2."""
+    """The number of layers whose listed latents together do not fit in L2."""
     listed = min(q_len * top_k, tokens)
     return rotation(batch * listed * LatentFormat(cache).nbytes, most=16)
 
@@ -56,7 +57,7 @@ def layers_of(batch: int, q_len: int, tokens: int, top_k: int, cache: str) -> in
 def inputs(
     batch: int, q_len: int, heads: int, tokens: int, top_k: int, cache: str
 ) -> tuple[jax.Array, ...]:
-    """Normal data on shuffled pages."""
+    """Normal data on shuffled pages, and the lists of positions."""
     latents, pages = LatentFormat(cache), -(-tokens // PAGE)
     layers = layers_of(batch, q_len, tokens, top_k, cache)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -85,11 +86,12 @@ def attend(arrays: tuple[jax.Array, ...], implementation: Implementation | None)
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """Relative L2 error of up to 16 heads of the first and last token of the first and last row,
-    the greatest, against float64.
+    """The largest relative L2 error of up to 16 heads, against float64.
+
+    It covers the first and the last token of the first and the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than rounding.
+        AssertionError: an error of the output or the LSE is larger than rounding explains.
     """
     q, cache, tables, _, indices = op.operands[0]
     out, lse = op(0)
@@ -117,7 +119,7 @@ def check(op: TimedOp, shape: Shape) -> float:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     batch, q_len, heads, _, top_k, cache = shape
     arrays = inputs(*shape)
     op = attend(arrays, implementation)

@@ -1,4 +1,4 @@
-"""Block tables whose pages are shuffled, and lengths, of the rows that benches time."""
+"""Lengths, and block tables with shuffled pages, for the rows that benches time."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,9 @@ import jax.numpy as jnp
 def shuffled_pages(
     key: jax.Array, rows: int, pages: int, tokens: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(int32 [rows, pages], int32 [rows]) of rows of so many tokens, which own all pages of a
-    cache."""
+    """(block tables int32 [rows, pages], lengths int32 [rows]) of rows of `tokens` tokens.
+
+    Together the rows own all pages of the cache.
+    """
     numbers = jax.random.permutation(key, rows * pages).astype(jnp.int32)
     return numbers.reshape(rows, pages), jnp.full(rows, tokens, jnp.int32)

@@ -1,7 +1,7 @@
 """The second table of `python -m jaxattn.bench gqa`: decode over TurboQuant caches.
 
-The columns are those of `jaxattn.bench.attention.gqa`. GB/s counts the bytes that the cache has,
-and a note says how long their copy alone would take.
+The columns are those of `jaxattn.bench.attention.gqa`. GB/s counts the bytes of the cache's format,
+and a note gives the time that copying these bytes would take.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jaxattn.core.turboquant.slot_layout import GROUP, page_slots, unpack
 
 
 class TurboquantDecodeShape(NamedTuple):
-    """A batch of `batch` rows of `tokens` each, over a cache of a preset."""
+    """A batch of `batch` rows of `tokens` each, with a cache of the preset `cache`."""
 
     batch: int
     heads: int
@@ -40,12 +40,12 @@ class TurboquantDecodeShape(NamedTuple):
 
     @property
     def plain(self) -> grouped.GqaDecodeShape:
-        """The shape over a bfloat16 cache."""
+        """The same shape with a bfloat16 cache."""
         return grouped.GqaDecodeShape(*self[:5])
 
     @property
     def read(self) -> int:
-        """Bytes of codes and their numbers that are read."""
+        """Bytes of codes, norms, scales and minima that are read."""
         return self.batch * self.tokens * self.kv_heads * self.form.slot_bytes
 
 
@@ -56,7 +56,7 @@ def _with_presets(*shapes: tuple[int, int, int, int, int]) -> tuple[TurboquantDe
 SHAPES = _with_presets((64, 32, 8, 128, 8192))
 MORE_SHAPES = _with_presets((64, 16, 2, 256, 8192), (64, 64, 8, 64, 8192), (1, 64, 8, 128, 4096))
 SMALL_SHAPES = _with_presets((2, 4, 2, 64, 130))
-# The us that 64 rows of 8,192 tokens, 32 heads of 128 dims over 8, should take at most.
+# Goal in us for 64 rows of 8,192 tokens, with 32 query and 8 KV heads of 128 dims.
 WANTED = {"k8v4": 245, "4bit_nc": 195, "k3v4_nc": 190, "3bit_nc": 170}
 
 
@@ -71,8 +71,10 @@ def cache_format(shape: TurboquantDecodeShape) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: TurboquantDecodeShape) -> dict[str, Any]:
-    """Normal queries, and random codes on shuffled pages with the numbers of normal values, in as
-    many layers as keep what is read of the caches out of L2."""
+    """Normal queries, and random codes on shuffled pages with the norms and scales of normal data.
+
+    There are so many layers that L2 does not hold what a call reads.
+    """
     batch, heads, kv_heads, dim, tokens, _ = shape
     pages, form = -(-tokens // PAGE), shape.form
     layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
@@ -84,7 +86,7 @@ def inputs(shape: TurboquantDecodeShape) -> dict[str, Any]:
         some = jax.random.normal(keys[0], (*groups, GROUP * dim), jnp.bfloat16)
         key_codes = jax.lax.bitcast_convert_type(some.astype(jnp.float8_e4m3fn), jnp.uint8)
     value_codes = jax.random.bits(keys[1], (*groups, GROUP * form.value_bytes), jnp.uint8)
-    # Levels of a normal key are of length dim**0.5; values lie between -3 and 3.
+    # The levels of a normal key have length dim**0.5, so its norm is 1. Values lie in -3 to 3.
     norm, scale, minimum = 1.0, 6 / (2**form.value_bits - 1), -3.0
     numbers = np.array([norm, scale, minimum][0 if form.rotated else 1 :], np.float16)
     plain = jnp.asarray(np.repeat(numbers, GROUP).view(np.uint8))
@@ -127,11 +129,13 @@ def dequantized(
 
 
 def check(op: TimedOp, shape: TurboquantDecodeShape) -> float:
-    """Relative L2 error of the heads of the first and the last KV head of the first and the last
-    row, the greatest, against float64 attention over the dequantized cache.
+    """The largest relative L2 error against float64 attention over the dequantized cache.
+
+    It covers the heads of the first and the last KV head, in the first and the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than queries of two e4m3 terms are.
+        AssertionError: an error of the output or the LSE is larger than queries in two e4m3 terms
+            explain.
     """
     arrays, _ = op.operands[0]
     out, lse = op(0)
@@ -151,7 +155,7 @@ def check(op: TimedOp, shape: TurboquantDecodeShape) -> float:
 def measure(
     shape: TurboquantDecodeShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     arrays = inputs(shape)
     return label(shape) | grouped.timed(
         shape.plain,
@@ -165,7 +169,7 @@ def measure(
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How long a copy of the same bytes takes, and what is wanted."""
+    """The time, the goal and, if known, the time of a copy of the same bytes, per row."""
     said = []
     for row in rows:
         shape, cache = row["B,H/Hk,D,T"], row["cache"]

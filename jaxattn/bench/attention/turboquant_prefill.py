@@ -1,7 +1,8 @@
 """The second table of `python -m jaxattn.bench gqa-prefill`: chunks over TurboQuant caches.
 
-New tokens are in the cache already. `bfloat16 us` is the same chunk over a bfloat16 cache in the
-same run, by `jaxattn.bench.attention.gqa_prefill`. GB/s counts the bytes that the cache has.
+The new tokens are already in the cache. `bfloat16 us` is the time of the same chunk over a bfloat16
+cache, by `jaxattn.bench.attention.gqa_prefill` in the same run. GB/s counts the bytes of the
+cache's format.
 """
 
 import functools
@@ -18,11 +19,11 @@ from jaxattn.bench.harness.timing import TimedOp, columns
 from jaxattn.core.cache.formats import TURBOQUANT
 from jaxattn.core.dispatch import Implementation
 
-CHECKED = 64  # queries of a row that are checked, the last ones
+CHECKED = 64  # number of last queries of a row to check
 
 
 class TurboquantPrefillShape(NamedTuple):
-    """`batch` rows of `tokens` new tokens each on a prefix, all over a cache of a preset."""
+    """`batch` rows of `tokens` new tokens after a prefix, in a cache of the preset `cache`."""
 
     batch: int
     heads: int
@@ -40,7 +41,7 @@ class TurboquantPrefillShape(NamedTuple):
 
     @property
     def plain(self) -> gqa_prefill.GqaPrefillShape:
-        """The shape over a bfloat16 cache."""
+        """The same shape with a bfloat16 cache."""
         return gqa_prefill.GqaPrefillShape(*self[:6])
 
 
@@ -80,11 +81,12 @@ def prefill(shape: TurboquantPrefillShape, implementation: Implementation | None
 
 
 def check(op: TimedOp, shape: TurboquantPrefillShape) -> float:
-    """Relative L2 error of the last queries of the first and the last head of the last row, the
-    greater, against float64 attention over the dequantized cache.
+    """The larger relative L2 error against float64 attention over the dequantized cache.
+
+    It covers the last queries of the first and the last head, in the last row.
 
     Raises:
-        AssertionError: it or the LSE is off by more than operands of 16 bits are.
+        AssertionError: an error of the output or the LSE is larger than 16-bit operands explain.
     """
     arrays, _ = op.operands[0]
     out, lse = op(0)
@@ -107,20 +109,20 @@ def check(op: TimedOp, shape: TurboquantPrefillShape) -> float:
 
 @functools.cache
 def beside(shape: gqa_prefill.GqaPrefillShape, implementation: Implementation | None) -> float:
-    """The time over a bfloat16 cache."""
+    """Seconds of the same chunk over a bfloat16 cache."""
     return gqa_prefill.prefill(shape, implementation).time()
 
 
 def measure(
     shape: TurboquantPrefillShape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table, by the kernels unless XLA is named; with `xla` also XLA's time."""
+    """Returns a row of the table, by our kernels unless XLA is named; `xla` adds XLA's time."""
     shape = TurboquantPrefillShape(*shape)
     plain = beside(shape.plain, implementation)
     op = prefill(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
-    del op  # before XLA's intermediates
+    del op  # frees memory for XLA's intermediates
     flops, _ = gqa_prefill.counts(shape.plain)
     moved = shape.cached.read + shape.batch * shape.tokens * shape.heads * shape.dim * 4
     return {

@@ -1,1 +1,1 @@
-"""Other libraries at the shapes of the bench. They run from a checkout; no wheel has them."""
+"""Other libraries at the shapes of the bench, available only in a checkout."""

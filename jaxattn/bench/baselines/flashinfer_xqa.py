@@ -1,4 +1,4 @@
-"""FlashInfer's XQA decode, as its users call it, for `jaxattn.bench.baselines.torch_runner`."""
+"""FlashInfer's XQA decode, called as by its users, for torch_runner.py."""
 
 import importlib
 from collections.abc import Callable
@@ -10,12 +10,14 @@ from jaxattn.bench.attention import gqa
 from jaxattn.bench.harness.timing import rotation
 
 DEVICE = "cuda"
-SEMAPHORES, SCRATCH = 2**21, 2**28  # counters, and bytes, as FlashInfer's own wrapper has them
+SEMAPHORES, SCRATCH = 2**21, 2**28  # counters, and bytes, as in FlashInfer's own wrapper
 
 
 def decode(*numbers: Any) -> Callable[[int], Any]:
-    """A shape of `bench gqa`, without a gate, which it lacks; queries are bfloat16, whatever the
-    cache is."""
+    """XQA at a shape of `bench gqa`, without a gate, which XQA lacks.
+
+    Queries are bfloat16 for every cache.
+    """
     t, shape = importlib.import_module("torch"), gqa.GqaDecodeShape(*numbers)
     xqa = importlib.import_module("flashinfer").xqa
     batch, heads, kv_heads, dim, tokens = shape[:5]

@@ -1,9 +1,9 @@
-"""Calls of FlashMLA and FlashAttention-3 as vLLM ships them, for torch_runner.py.
+"""FlashMLA and FlashAttention-3 as shipped by vLLM, for torch_runner.py.
 
-Both are libraries in vLLM's wheel that register operators with PyTorch. They are loaded from the
-wheel's folder without importing vllm, so any PyTorch 2.11 or later with CUDA 13 will do.
+Both are libraries in vLLM's wheel that register operators with PyTorch. This module loads them from
+the wheel's folder without importing vllm, so any PyTorch 2.11 or later with CUDA 13 works.
 
-vLLM's FlashMLA is no build with FlashMLA's own flags, which is faster (docs/performance.md).
+vLLM does not build FlashMLA with FlashMLA's own flags, which are faster (docs/performance.md).
 """
 
 import importlib
@@ -53,7 +53,7 @@ def _tables(batch: int, pages: int) -> Any:
 
 
 def flashmla(batch: int, heads: int, tokens: int | str, q_len: int) -> Call:
-    """FlashMLA's dense decode; its schedule is made before, as ours is."""
+    """FlashMLA's dense decode; its schedule is computed beforehand, like ours."""
     if isinstance(tokens, str):
         raise ValueError(f"rows of one length only, not {tokens}")
     op = operators(FLASHMLA).dense_decode_fwd
@@ -71,7 +71,7 @@ def flashmla_sparse(
 ) -> Call:
     """FlashMLA's attention to lists of positions: its decode, or its prefill of one row.
 
-    Rows are whole pages in a row: the lists name tokens of a flat cache, without a block table.
+    The lists index tokens of a flat cache without a block table, so a row's pages are consecutive.
     """
     decodes = q_len <= mla_sparse.MOST_DECODED
     if decodes != (cache == mla_sparse.SCALED) or not (decodes or batch == 1):
@@ -95,7 +95,7 @@ def flashmla_sparse(
 
 
 def _block_scaled(latents: Any) -> Any:
-    """FlashMLA's 656 bytes of latents [N, 1, 576]: e4m3 numbers, four scales, the rope dims."""
+    """Latents [N, 1, 576] in FlashMLA's 656 bytes: e4m3 numbers, four scales, the rope dims."""
     torch = importlib.import_module("torch")
     numbers = latents[..., : mla.RANK].reshape(-1, 4, 128).float()
     scale = (numbers.abs().amax(-1, keepdim=True) / 448).log2().ceil().exp2()
@@ -104,10 +104,11 @@ def _block_scaled(latents: Any) -> Any:
 
 
 class FlashAttention3:
-    """FlashAttention-3's `fwd` on packed queries, as vLLM calls it.
+    """FlashAttention-3's `fwd` on packed queries, called as in vLLM.
 
     Args:
-        window: tokens that a query sees, itself included; None is all before it.
+        scale: The scale of the scores.
+        window: Tokens that a query sees, including itself; None for all before it.
         sinks: [heads], or None.
     """
 
@@ -120,7 +121,7 @@ class FlashAttention3:
         self, lens: Any, rows: Any, *, heads: int, kv_heads: int, dim: int, most: int, page: int,
         dtype: Any,
     ) -> Any:  # fmt: skip
-        """The schedule of one token per row."""
+        """The schedule for one token per row."""
         right = -1 if self.left < 0 else 0
         return self.ops.get_scheduler_metadata(
             *(len(lens), 1, most, heads, kv_heads, dim, dim, dtype, lens, rows),
@@ -141,8 +142,10 @@ class FlashAttention3:
         metadata: Any = None,
         descales: tuple[Any, Any, Any] = (None, None, None),
     ) -> Any:
-        """Queries `rows[i]` to `rows[i + 1]` over the keys of the same packed tokens, or over
-        `lens[i]` tokens of the pages of `tables[i]`."""
+        """Attention of queries `rows[i]` to `rows[i + 1]`.
+
+        The keys are those of the same packed tokens, or `lens[i]` tokens in the pages `tables[i]`.
+        """
         right = -1 if self.left < 0 else 0
         packed_keys = None if tables is not None else rows
         return self.ops.fwd(
@@ -154,7 +157,7 @@ class FlashAttention3:
 
 
 def flash_attention_decode(*numbers: Any) -> Call:
-    """FlashAttention-3's paged decode of a shape of `bench gqa`; without a gate, which it lacks."""
+    """FlashAttention-3's paged decode at a shape of `bench gqa`, without a gate, which it lacks."""
     torch = importlib.import_module("torch")
     shape = gqa.GqaDecodeShape(*numbers)
     batch, heads, kv_heads, dim, tokens = shape[:5]
@@ -203,7 +206,7 @@ def _packed(count: int, tokens: int, heads: int, kv_heads: int, dim: int, values
 
 
 def flash_attention_mla_prefill(batch: int, tokens: int, heads: int, prefix: int) -> Call:
-    """FlashAttention-3 at 192 dims of keys and 128 of values."""
+    """FlashAttention-3 with 192 dims of keys and 128 of values."""
     if prefix:
         raise ValueError("it takes the keys and values of a prefix expanded")
     dim = mla_prefill.NOPE + mla_prefill.ROPE
@@ -211,7 +214,7 @@ def flash_attention_mla_prefill(batch: int, tokens: int, heads: int, prefix: int
 
 
 def flash_attention_prefill(*numbers: int) -> Call:
-    """FlashAttention-3 at a shape of `bench gqa-prefill`; without a gate, which it lacks."""
+    """FlashAttention-3 at a shape of `bench gqa-prefill`, without a gate, which it lacks."""
     shape = gqa_prefill.GqaPrefillShape(*numbers)
     if shape.prefix:
         raise ValueError("its call on a prefix in pages is not timed here")

@@ -1,10 +1,10 @@
-"""Kernels of other packages in Triton, in our process and on our arrays, through jax-triton.
+"""Triton kernels of other packages, run in our process and on our arrays through jax-triton.
 
-FLA's recurrence runs beside our decode of a gated delta net. It leaves out the convolution, the
-gates and the norm of our op. It reads and writes states of the same layout and dtype. FlagGems'
-kernel runs beside our MLA decode, on the same cache. It gives no LSE and does not cut rows.
-vLLM's TurboQuant runs beside ours, over slots of its own (vllm_turboquant.py).
-torch_runner.py times FLA's and FlagGems' as PyTorch launches them.
+FLA's recurrence is compared with our decode of a gated delta net, without our op's convolution,
+gates and norm. It reads and writes states of the same layout and dtype. FlagGems' kernel is
+compared with our MLA decode, on the same cache. It returns no LSE and does not split rows. vLLM's
+TurboQuant kernels are compared with ours, over slots of their own (vllm_turboquant.py).
+torch_runner.py times FLA's and FlagGems' kernels as PyTorch launches them.
 """
 
 import dataclasses
@@ -27,23 +27,23 @@ from jaxattn.bench.linear_attention import gdn_layer_decode
 from jaxattn.ops.mla.decode import mla_decode
 
 COMMON = {"jax_triton": "jax-triton", "triton": "triton", "torch": "torch"}
-# Columns of a state that a block has, warps and stages, as FLA launches its kernel.
+# Columns of a state per block, warps and stages, as in FLA's launch.
 COLUMNS, WARPS, STAGES = 8, 1, 3
-# Heads and tokens of a block, warps and stages, as FlagGems launches its kernel on Hopper.
+# Heads and tokens per block, warps and stages, as in FlagGems' launch on Hopper.
 HEADS, TOKENS, LATENT_WARPS, LATENT_STAGES = 64, 64, 8, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TritonBaseline:
-    """A kernel that is timed.
+    """A kernel to time.
 
     Attributes:
-        name: of the package.
-        packages: that it needs, by module; what pip would install.
-        takes: whether it serves a shape of the bench.
-        op: of a shape that it takes.
-        error: relative L2 error of an op, against our definition.
-        loops: whether a loop of calls is timed too. Its inputs are of several layers then.
+        name: The package's name.
+        packages: The required packages: pip's name by module.
+        takes: Whether the kernel supports a shape of the bench.
+        op: Makes the op for a supported shape.
+        error: Returns the relative L2 error of an op, against our definition.
+        loops: Whether to time a loop of calls too, with inputs of several layers.
     """
 
     name: str
@@ -55,12 +55,12 @@ class TritonBaseline:
 
     @property
     def columns(self) -> list[str]:
-        """Of a row of the bench: microseconds of kernels, and of a call in a loop."""
+        """Columns of a row: microseconds of kernels, and of a call in a loop."""
         units = ["us", "call us"] if self.loops else ["us"]
         return [f"{self.name} (jax-triton) {unit}" for unit in units]
 
     def missing(self) -> list[str]:
-        """What pip would have to install."""
+        """The packages that pip would have to install."""
         return [
             package
             for module, package in self.packages.items()
@@ -69,7 +69,7 @@ class TritonBaseline:
 
 
 def said(bench: str) -> list[str]:
-    """What runs beside this bench, or why nothing does: a line, or none for other benches."""
+    """A line with the baseline's versions, or why it cannot run; empty for other benches."""
     if bench not in PEERS:
         return []
     peer = PEERS[bench]
@@ -89,7 +89,7 @@ def _version(package: str) -> str:
 
 
 def times(bench: str, shape: Any) -> dict[str, float | str]:
-    """The peer's columns of a row of the bench; "" where nothing was timed."""
+    """The baseline's columns of a row; "" for a shape that it does not support."""
     if bench not in PEERS or PEERS[bench].missing() or jax.default_backend() != "gpu":
         return {}
     peer = PEERS[bench]
@@ -107,7 +107,7 @@ def times(bench: str, shape: Any) -> dict[str, float | str]:
 
 
 def inputs(batch: int, key_heads: int, value_heads: int, tokens: int) -> list[tuple[Any, ...]]:
-    """(q, k, v, g, beta, state), with as many states as do not fit in L2."""
+    """(q, k, v, g, beta, state), with more states than fit in L2."""
     dim = gdn_layer_decode.DIM
     keys = iter(jax.random.split(jax.random.key(0), 6))
 
@@ -124,7 +124,7 @@ def inputs(batch: int, key_heads: int, value_heads: int, tokens: int) -> list[tu
 
 
 def recurrence(batch: int, key_heads: int, value_heads: int, tokens: int) -> TimedOp:
-    """FLA's kernel over these; its result is the output and the states behind it."""
+    """FLA's kernel as a timed op, which returns the output and the updated states."""
     operands = inputs(batch, key_heads, value_heads, tokens)
     return TimedOp(lambda given, state, layer: (step_states(*given), state), operands)
 
@@ -152,7 +152,7 @@ def step_states(
 
 
 def recurrence_error(op: TimedOp) -> float:
-    """The greater of output and states."""
+    """The larger error of the output and the states."""
     *given, state = op.operands[0]
     out, after = gdn.recurrent_gated_delta_rule(
         *given, initial_state=state, output_final_state=True, use_qk_l2norm=True
@@ -168,8 +168,7 @@ def recurrence_error(op: TimedOp) -> float:
 
 
 def latent(batch: int, heads: int, tokens: int | str, q_len: int) -> TimedOp:
-    """FlagGems' kernel over the arrays of `bench mla`, a layer at a time; its result is the
-    output."""
+    """FlagGems' kernel over the arrays of `bench mla`, one layer per call; returns the output."""
     arrays = mla.inputs(batch, heads, tokens, q_len)
     layers = arrays[1].shape[0]
     return TimedOp(
@@ -184,7 +183,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
     kernels = importlib.import_module("jaxattn.bench.baselines.triton_adapters.flaggems_mla")
     batch, _, heads, dim = q.shape
     pages, page = cache.shape[1:3]
-    # A layer's pages lie behind those of the layers before it: nothing is sliced out.
+    # Offsets into the whole cache select a layer's pages, so nothing is sliced.
     return jax_triton.triton_call(
         q, cache, tables + layer * pages, lens, np.float32(mla.SCALE),  # a float would be fp64
         kernel=kernels.attention,
@@ -203,7 +202,7 @@ def attend(arrays: tuple[jax.Array, ...], layer: jax.Array) -> jax.Array:
 
 
 def latent_error(op: TimedOp) -> float:
-    """Of the first and the last row, in layer 0."""
+    """The error of the first and the last row, in layer 0."""
     q, cache, tables, lens = op.operands[0]
     found, ends = op(0), jnp.array([0, len(lens) - 1])
     right, _ = mla_decode(
@@ -216,7 +215,7 @@ PEERS: dict[str, TritonBaseline] = {
     "gdn_layer_decode": TritonBaseline(
         name="fla",
         packages=COMMON | {"fla": "fla-core"},
-        takes=lambda shape: shape[-1] == "float32",  # as its states are
+        takes=lambda shape: shape[-1] == "float32",  # the dtype of FLA's states
         op=lambda shape: recurrence(*shape[:4]),
         error=recurrence_error,
     ),

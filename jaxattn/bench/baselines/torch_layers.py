@@ -1,12 +1,13 @@
 """Whole layers of PyTorch, forward and backward: FLA's delta nets, and experts of transformers.
 
-A layer of Qwen3.5-35B's widths as a PyTorch user puts it together: FLA's `GatedDeltaNet`, and
-transformers' block of experts. Its experts' products are `torch.nn.functional.grouped_mm`, between
-which this module sorts tokens itself: transformers leaves the gradients of its gathers to PyTorch,
-which sorts and adds rows one after another. Parameters and the stream are bfloat16.
+The layers have Qwen3.5-35B's widths and the parts that a PyTorch user would take: FLA's
+`GatedDeltaNet`, and transformers' MoE block. The experts' products are
+`torch.nn.functional.grouped_mm`. This module sorts the tokens before and after them, because
+transformers leaves the gradients of its gathers to PyTorch, which sorts and adds rows one after
+another. Parameters and the residual stream are bfloat16.
 
-With FlashQLA's rule the delta net has FLA's convolution, norms and gate, as FLA's own backward pass
-refuses a Hopper GPU with Triton 3.4 to 3.7.0.
+With FlashQLA's rule, the delta net uses FLA's convolution, norms and gate, because FLA's own
+backward pass refuses a Hopper GPU with Triton 3.4 to 3.7.0.
 """
 
 import functools
@@ -23,7 +24,7 @@ def torch() -> Any:
 
 
 def flashqla_delta_net() -> Any:
-    """FLA's layer, whose rule is FlashQLA's: gates by PyTorch, the norm of q and k by FLA."""
+    """FLA's layer with FlashQLA's rule; PyTorch computes the gates, FLA the norm of q and k."""
     module: Any = importlib.import_module("fla.layers.gated_deltanet")
     l2norm = importlib.import_module("fla.modules.l2norm").l2norm
     flash_qla, f = importlib.import_module("flash_qla"), torch().nn.functional
@@ -31,7 +32,7 @@ def flashqla_delta_net() -> Any:
     def rule(
         q: Any, k: Any, v: Any, g: Any, beta: Any, A_log: Any, dt_bias: Any, **rest: Any
     ) -> Any:
-        del rest  # FLA's options of what is done here
+        del rest  # FLA's options for work that this function does itself
         decays = -A_log.float().exp() * f.softplus(g.float() + dt_bias.float())
         return flash_qla.chunk_gated_delta_rule(
             q=l2norm(q), k=l2norm(k), v=v, g=decays, beta=beta.float().sigmoid(),
@@ -69,7 +70,7 @@ def permutations() -> tuple[Any, Any]:
     t = torch()
 
     class ToExperts(t.autograd.Function):  # type: ignore[name-defined]
-        """Tokens [T, F] to rows [T K, F] in the order of their experts."""
+        """Gathers tokens [T, F] into rows [T K, F] in the order of their experts."""
 
         @staticmethod
         def forward(ctx: Any, x: Any, order: Any, places: Any, top_k: int) -> Any:
@@ -84,7 +85,7 @@ def permutations() -> tuple[Any, Any]:
             return of_pairs.sum(1), None, None, None
 
     class ToTokens(t.autograd.Function):  # type: ignore[name-defined]
-        """The rows of experts to those of pairs of token and expert, token after token."""
+        """Gathers the experts' rows into pairs of token and expert, token after token."""
 
         @staticmethod
         def forward(ctx: Any, rows: Any, order: Any, places: Any) -> Any:
@@ -100,7 +101,7 @@ def permutations() -> tuple[Any, Any]:
 
 @functools.cache
 def pointwise() -> tuple[Any, Any]:
-    """What lies between the products, compiled: the activation, and the sum of a token's rows."""
+    """The compiled functions between the products: the activation, and the sum per token."""
     t = torch()
 
     def activated(gate_up: Any) -> Any:
@@ -114,7 +115,7 @@ def pointwise() -> tuple[Any, Any]:
 
 
 def sorted_experts(module: Any, x: Any, ids: Any, weights: Any) -> Any:
-    """In place of the `forward` of transformers' experts."""
+    """Replaces the `forward` of transformers' experts."""
     t, top_k = torch(), ids.shape[1]
     to_experts, to_tokens = permutations()
     activated, summed = pointwise()
@@ -134,7 +135,7 @@ def hybrid_layer(mixer: Callable[[], Any] = delta_net) -> Any:
     t, modules = torch(), importlib.import_module("fla.modules")
 
     class HybridLayer(t.nn.Module):  # type: ignore[name-defined]
-        """A delta net and experts, each behind a norm and added to the stream."""
+        """A delta net and experts, each after a norm and with a residual."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -170,8 +171,10 @@ def flashqla_layer_gradient(name: str, rows: int, tokens: int) -> Callable[[int]
 def layer_gradient(
     name: str, rows: int, tokens: int, layers: Mapping[str, Callable[[], Any]] = LAYERS
 ) -> Callable[[int], Any]:
-    """Both passes of a layer of `bench/layers/gradients/layer_gradients.py`, with gradients of the
-    input and of all parameters; `forward` of what is returned is the forward pass alone.
+    """Both passes of a layer of `bench/layers/gradients/layer_gradients.py`.
+
+    The gradients are those of the input and of all parameters. The attribute `forward` of the
+    returned function is only the forward pass.
 
     Raises:
         ValueError: PyTorch has no such layer here.
@@ -184,7 +187,7 @@ def layer_gradient(
         layer = layers[name]()
     layer.to(t.bfloat16)
     for parameter in layer.parameters():
-        if parameter.dim() > 1:  # experts and routers begin uninitialized
+        if parameter.dim() > 1:  # experts and routers start uninitialized
             t.nn.init.normal_(parameter, std=HIDDEN**-0.5)
     parameters = list(layer.parameters())
     shape = rows, tokens, HIDDEN

@@ -1,29 +1,28 @@
 """Baselines of other libraries in PyTorch, timed on the same shapes and GPU in the same run.
 
-Peers are PyTorch programs, those in Triton too, which are launched as their users launch them. Each
-runs in a process of its own, which starts before JAX takes memory:
+Baselines are PyTorch programs, some with Triton kernels, and are launched as their users launch
+them. Each runs in its own process, which starts before JAX takes memory:
 
     python -m jaxattn.bench.baselines.torch_runner flashinfer-mla '[128, 128, 4096, 1]' \\
         '[1, 16, 32768, 1]'
 
-prints a line of JSON for each shape. Inputs have the distribution of ours and their rotation in a
-loop of calls. Plans are made before, as our schedule is. Two times, as ours are:
+prints a line of JSON for each shape. Inputs have the same distribution as ours and rotate in the
+same way in a loop of calls. Plans are computed beforehand, like our schedule. There are two times,
+as for our ops:
 
-    us       time in which any of the call's kernels runs, from a profile of a card that idled
-    call us  by CUDA events around a graph of calls (or around the calls, where a peer cannot be
-             captured), after warm-up, median, for as long as our loops run: a card that is kept
-             busy gets slower, and what lies between kernels counts
+    us       time in which any of the call's kernels runs, from a profile of a GPU that idled
+    call us  median by CUDA events around a graph of calls (or around the calls, if a baseline
+             cannot be captured), after a warm-up. It runs as long as our loops, in which a GPU gets
+             slower, and includes the gaps between kernels
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -31,36 +30,42 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
-from jaxattn.bench.attention import mla
 from jaxattn.bench.baselines import flashinfer_xqa, flashmla_fa3, torch_layers
-from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP, rotation
+from jaxattn.bench.baselines.torch_delta_rule import (
+    fla_decode,
+    fla_gradient,
+    fla_kda_prefill,
+    fla_prefill,
+    flashinfer_prefill,
+    flashqla_gradient,
+    flashqla_prefill,
+)
+from jaxattn.bench.baselines.torch_layers import torch
+from jaxattn.bench.baselines.torch_mla import flaggems_mla, flashinfer_mla
+from jaxattn.bench.harness.timing import LOOP_SECONDS, PROFILED, WARMUP
 
-CALLS, REPEATS = 32, 7  # calls of a graph, and times that are measured
-SECONDS = 1200  # the most that a peer's process may take; the first call of some compiles for long
-DIM = 128  # of the delta rule's keys and values
-DEVICE = "cuda"
-IDLE = 0.3  # seconds in which a card cools before a burst
+CALLS, REPEATS = 32, 7  # calls per graph, and repeated measurements
+SECONDS = 1200  # limit for a baseline's process, which may compile for long on its first call
+IDLE = 0.3  # seconds in which a GPU cools before a burst
 NO_KERNELS = ("Memcpy HtoD", "Event Sync", "Context Sync", "Stream Sync", "Stream Wait")
 
-# Seconds, by the column without its unit, "fla" or "fla call", and by the shape's JSON.
+# Seconds by column without its unit ("fla" or "fla call") and by the shape's JSON.
 Times = dict[str, dict[str, float]]
-# Of a shape: the call with its number, which picks the inputs that are not in L2.
+# Makes, for a shape, a call that takes its number, which selects inputs that are not in L2.
 Build = Callable[..., Callable[[int], Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TorchBaseline:
-    """A row of the table.
+    """A baseline, with the column that it adds to a bench.
 
     Attributes:
-        column: what it is called in the results.
-        bench: the module of jaxattn.bench whose shapes it runs.
-        module: what Python imports of it.
-        package: what pip installs.
-        build: of a shape of that bench.
-        gradient: whether its calls differentiate.
+        column: The name of the column.
+        bench: The module of jaxattn.bench whose shapes the baseline runs.
+        module: The Python module to import.
+        package: The package that pip installs.
+        build: Makes the call for a shape of the bench.
+        gradient: Whether the calls differentiate.
     """
 
     column: str
@@ -69,194 +74,6 @@ class TorchBaseline:
     package: str
     build: Build
     gradient: bool = False
-
-
-def torch() -> Any:
-    return importlib.import_module("torch")
-
-
-def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Tokens and pages of each row, the pages' shuffled numbers row after row, and how many caches
-    of them do not fit in L2."""
-    lens = mla.lengths(batch, tokens)
-    pages = -(-lens // mla.PAGE)
-    total = int(pages.sum())
-    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
-    return lens, pages, np.random.default_rng(0).permutation(total), layers
-
-
-def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlashInfer's wrapper, planned beforehand as our schedule is."""
-    t, flashinfer = torch(), importlib.import_module("flashinfer.mla")
-    lens, pages, numbers, layers = paged(batch, tokens)
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    rank, rope = mla.RANK, mla.DIM - mla.RANK
-    latents = [normal(len(numbers), mla.PAGE, rank) for _ in range(layers)]
-    rotated = [normal(len(numbers), mla.PAGE, rope) for _ in range(layers)]
-    q_nope, q_pe = normal(batch * q_len, heads, rank), normal(batch * q_len, heads, rope)
-    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(
-        t.empty(128 * 2**20, dtype=t.int8, device=DEVICE)
-    )
-    wrapper.plan(
-        qo_indptr=index([q_len * row for row in range(batch + 1)]),
-        kv_indptr=index([0, *pages.cumsum().tolist()]),
-        kv_indices=index(numbers.tolist()),
-        kv_len_arr=index(lens.tolist()),
-        num_heads=heads,
-        head_dim_ckv=rank,
-        head_dim_kpe=rope,
-        page_size=mla.PAGE,
-        causal=q_len > 1,
-        sm_scale=mla.SCALE,
-        q_data_type=t.bfloat16,
-        kv_data_type=t.bfloat16,
-    )
-    return lambda i: wrapper.run(
-        q_nope=q_nope, q_pe=q_pe, ckv_cache=latents[i % layers], kpe_cache=rotated[i % layers]
-    )
-
-
-def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
-    """FlagGems' kernel, which is written in Triton and does not cut rows."""
-    if q_len != 1:
-        raise ValueError(f"it takes one token a row, not {q_len}")
-    t, flag_gems = torch(), importlib.import_module("flag_gems")
-    lens, pages, numbers, layers = paged(batch, tokens)
-    most = int(pages.max())
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    caches = [normal(len(numbers), mla.PAGE, 1, mla.DIM) for _ in range(layers)]
-    q = normal(batch, 1, heads, mla.DIM)
-    table = np.zeros((batch, most), np.int32)
-    table[np.arange(most) < pages[:, None]] = numbers
-    index = functools.partial(t.tensor, dtype=t.int32, device=DEVICE)
-    tables, lengths = index(table.tolist()), index(lens.tolist())
-    return lambda i: flag_gems.flash_mla(
-        q, tables, caches[i % layers], most * mla.PAGE, mla.PAGE, batch, 1, lengths, heads, 1,
-        mla.DIM, mla.RANK, True,
-    )  # fmt: skip
-
-
-def delta_rule(rows: int, tokens: int, key_heads: int, value_heads: int) -> dict[str, Any]:
-    """q, k, v, g, beta as in gdn_prefill's inputs: gates of log sigmoid(uniform)."""
-    t = torch()
-    normal = functools.partial(t.randn, dtype=t.bfloat16, device=DEVICE)
-    uniform = functools.partial(t.rand, dtype=t.float32, device=DEVICE)
-    return {
-        "q": normal(rows, tokens, key_heads, DIM),
-        "k": normal(rows, tokens, key_heads, DIM),
-        "v": normal(rows, tokens, value_heads, DIM),
-        "g": t.nn.functional.logsigmoid(uniform(rows, tokens, value_heads)),
-        "beta": uniform(rows, tokens, value_heads),
-    }
-
-
-def fla_decode(
-    batch: int, key_heads: int, value_heads: int, tokens: int, state: str
-) -> Callable[[int], Any]:
-    """FLA's recurrence alone, without the convolution, the gates and the norm of our op."""
-    if state != "float32":
-        raise ValueError(f"its states are float32, not {state}")
-    t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
-    size = batch * value_heads * DIM * DIM * 4
-    layers = rotation(size)
-    states = t.randn(layers, batch, value_heads, DIM, DIM, dtype=t.float32, device=DEVICE)
-    operands = delta_rule(batch, tokens, key_heads, value_heads)
-    return lambda i: fla.fused_recurrent_gated_delta_rule(
-        **operands,
-        initial_state=states[i % layers],
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )
-
-
-def prefill(key_heads: int, value_heads: int, count: int, length: int) -> dict[str, Any]:
-    """Keyword arguments of a chunked prefill of packed sequences, in the words of FLA."""
-    t = torch()
-    return {
-        **delta_rule(1, count * length, key_heads, value_heads),
-        "cu_seqlens": t.tensor(
-            [length * i for i in range(count + 1)], dtype=t.int64, device=DEVICE
-        ),
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-    }
-
-
-def fla_prefill(*shape: int) -> Callable[[int], Any]:
-    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels, not FlashQLA's where that is installed
-    fla, operands = importlib.import_module("fla.ops.gated_delta_rule"), prefill(*shape)
-    return lambda i: fla.chunk_gated_delta_rule(**operands)
-
-
-def fla_kda_prefill(heads: int, count: int, length: int) -> Callable[[int], Any]:
-    fla, operands = importlib.import_module("fla.ops.kda"), prefill(heads, heads, count, length)
-    drawn = torch().rand(1, count * length, heads, DIM, dtype=torch().float32, device=DEVICE)
-    operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
-    return lambda i: fla.chunk_kda(**operands)
-
-
-def flashqla_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashQLA without the norm of q and k, which it leaves to torch.compile."""
-    flash_qla, operands = importlib.import_module("flash_qla"), prefill(*shape)
-    normalize = torch().nn.functional.normalize
-    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
-    operands["use_qk_l2norm_in_kernel"] = False
-    return lambda i: flash_qla.chunk_gated_delta_rule(**operands)
-
-
-def fla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """Both passes of FLA's own kernels, of shapes of bench/layers/gradients/op_gradients.py."""
-    os.environ["FLA_FLASH_QLA"] = "0"
-    if op == "kda":
-        operands = delta_rule(rows, tokens, 16, 16)
-        drawn = torch().rand(rows, tokens, 16, DIM, dtype=torch().float32, device=DEVICE)
-        operands |= {"g": torch().nn.functional.logsigmoid(drawn)}
-        return both_passes(importlib.import_module("fla.ops.kda").chunk_kda, operands)
-    rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return both_passes(rule, gradient_operands(op, rows, tokens))
-
-
-def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
-    """FlashQLA of q and k that were normalized before: its time is without the norm, which it
-    leaves to torch.compile."""
-    flash_qla, normalize = importlib.import_module("flash_qla"), torch().nn.functional.normalize
-    operands = gradient_operands(op, rows, tokens)
-    operands |= {name: normalize(operands[name], dim=-1) for name in "qk"}
-    return both_passes(flash_qla.chunk_gated_delta_rule, operands, l2norm=False)
-
-
-def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
-    if op != "gdn":
-        raise ValueError(f"it has no {op}")
-    return delta_rule(rows, tokens, 16, 32)
-
-
-def both_passes(
-    rule: Callable[..., Any], operands: dict[str, Any], *, l2norm: bool = True
-) -> Callable[[int], Any]:
-    """A call that gives the gradients of all operands, of a fixed gradient of the output."""
-    t = torch()
-    operands = {name: x.requires_grad_() for name, x in operands.items()}
-    cotangent = t.randn(*operands["v"].shape, dtype=t.bfloat16, device=DEVICE)
-
-    def forward(i: int) -> Any:
-        del i
-        return rule(**operands, use_qk_l2norm_in_kernel=l2norm)[0]
-
-    def call(i: int) -> Any:
-        return t.autograd.grad(forward(i), list(operands.values()), cotangent)
-
-    call.forward = forward  # type: ignore[attr-defined]
-    return call
-
-
-def flashinfer_prefill(*shape: int) -> Callable[[int], Any]:
-    """FlashInfer takes packed tokens without a batch axis, and the decay itself, not its log."""
-    module, operands = importlib.import_module("flashinfer.gdn_prefill"), prefill(*shape)
-    packed = {name: operands[name][0] for name in ("q", "k", "v", "g", "beta")}
-    operands |= packed | {"g": torch().exp(packed["g"])}
-    return lambda i: module.chunk_gated_delta_rule(**operands)
 
 
 PEERS = {
@@ -313,8 +130,7 @@ PEERS = {
 
 
 def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
-    """The times of a bench's installed peers; and what was used, or why there is no time, in a line
-    each."""
+    """Returns the times of a bench's installed baselines, and lines about versions and failures."""
     times: Times = {}
     said = []
     for name, peer in PEERS.items():
@@ -362,10 +178,10 @@ def _run(name: str, shapes: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 
 def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
-    """Median seconds of a call, and how it was timed."""
+    """(median seconds of a call, how it was timed)."""
     cuda = torch().cuda
     for i in range(3):
-        call(i)  # compiles, and tunes
+        call(i)  # compiles and tunes
     cuda.synchronize()
 
     def calls() -> None:
@@ -399,9 +215,9 @@ def seconds(call: Callable[[int], Any]) -> tuple[float, str]:
 
 
 def burst_seconds(call: Callable[[int], Any]) -> float:
-    """Seconds per call in which any of its kernels runs; 0 where there is no profiler.
+    """Seconds per call in which any of its kernels runs; 0 without a profiler.
 
-    Of the last calls in a profile that begins with warm-up, on a card that idled before."""
+    The profile begins with an idle GPU and a warm-up; only the last calls count."""
     t = torch()
     number = 0
 
@@ -432,7 +248,7 @@ def burst_seconds(call: Callable[[int], Any]) -> float:
 
 
 def peak_mebibytes(call: Callable[[int], Any]) -> float:
-    """What a call allocates at most, beside what is there before it."""
+    """MiB that a call allocates at its peak, in addition to its operands."""
     cuda = torch().cuda
     cuda.synchronize()
     before = cuda.memory_allocated()
@@ -443,7 +259,7 @@ def peak_mebibytes(call: Callable[[int], Any]) -> float:
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> int:
-    """The length of what sorted spans cover; what overlaps counts once."""
+    """The total length that sorted spans cover; overlaps count once."""
     until = total = 0
     for start, end in spans:
         total += max(0, end - max(start, until))
@@ -452,7 +268,7 @@ def covered(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def version(module: str) -> str:
-    """Of an installed package. vllm is not imported: it wants a PyTorch of its own."""
+    """The version of an installed package. vllm is not imported, as it needs its own PyTorch."""
     if module == "vllm":
         try:
             return importlib.metadata.version(module)
@@ -481,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     line["forward"] = burst_seconds(call.forward)  # type: ignore[attr-defined]
                     line["MiB"] = peak_mebibytes(call)
             line["version"] = version(peer.module)
-        except Exception as error:  # of any kind: what fails is the peer's, and is reported
+        except Exception as error:  # any kind, because the failure is the baseline's
             first = (str(error).strip().splitlines() or [""])[0]
             line["error"] = f"{type(error).__name__}: {first}"
         print(json.dumps(line), flush=True)

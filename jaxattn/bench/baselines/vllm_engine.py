@@ -1,23 +1,22 @@
-"""vLLM as `jaxattn.bench.offline.measures` asks it, and its server's command, with dummy weights.
+"""vLLM as an engine of `jaxattn.bench.offline.measures`, with dummy weights.
 
-vLLM's options are its defaults, beside what random weights need. Dummy weights are all near 0.
-Then every row would choose the same experts and the same next token, and the layers of experts
-would read less than they do in use. So each worker gets `OrdinaryWeights`, which gives norms,
-routers and embeddings ordinary values after loading.
+vLLM runs with its default options, except those that random weights need. Dummy weights are all
+close to 0, so every row would choose the same experts and the same next token, and MoE layers would
+read fewer weights than in use. So each worker gets `VllmDummyWeights`, which sets norms, routers
+and embeddings to ordinary values after loading.
 
-It was written against vLLM 0.26.0. What it needs is installed by `pip install vllm==0.26.0`.
+The module was written for vLLM 0.26.0. `pip install vllm==0.26.0` installs all it needs.
 """
 
 import functools
 import importlib.util
 import json
 import os
-import sys
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxattn.bench.baselines.vllm_dummy_weights import WEIGHTS, WORKER_EXTENSION
 from jaxattn.bench.offline.measures import MeasureError
 from jaxattn.bench.offline.workload import OfflineRequest
 
@@ -26,58 +25,26 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc
 }
-WEIGHTS = "set_ordinary_weights"
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "bfloat16",
-    "worker_extension_cls": f"{__name__}.OrdinaryWeights",
+    "worker_extension_cls": WORKER_EXTENSION,
 }
 
 
 def missing() -> str | None:
-    """Why vLLM cannot run here; None if it can."""
+    """The reason why vLLM cannot run here; None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed in this environment: pip install vllm==0.26.0"
     return None
-
-
-class OrdinaryWeights:
-    """What vLLM adds to its worker: weights of ordinary size where dummy ones spoil the load."""
-
-    def set_ordinary_weights(self) -> dict[str, int]:
-        """How many modules got other values, by what they are."""
-        import torch
-
-        changed = {"norms": 0, "routers": 0, "biases": 0, "embeddings": 0}
-        model = self.get_model()  # type: ignore[attr-defined]  # of the worker
-        with torch.inference_mode():
-            torch.manual_seed(1)
-            for name, module in model.named_modules():
-                weight, kind = getattr(module, "weight", None), type(module).__name__
-                if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
-                    continue
-                if "Norm" in kind and weight.dim() == 1:
-                    weight.fill_(0.0 if "Gemma" in kind else 1.0)  # Gemma's adds 1
-                    changed["norms"] += 1
-                elif kind.startswith("VocabParallelEmbedding"):
-                    weight.normal_()
-                    changed["embeddings"] += 1
-                elif name.endswith((".gate", ".shared_expert_gate")) and weight.dim() == 2:
-                    weight.normal_(std=weight.shape[-1] ** -0.5)
-                    changed["routers"] += 1
-            for name, value in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith("e_score_correction_bias"):
-                    value.zero_()
-                    changed["biases"] += 1
-        return changed
 
 
 class VllmEngine:
     """`vllm.LLM` with dummy weights.
 
     Args:
-        folder: with a config.json.
-        options: further arguments of `LLM`, where the machine needs some.
+        folder: A folder with a config.json.
+        options: Additional arguments of `LLM`.
     """
 
     name = "vLLM"
@@ -86,8 +53,8 @@ class VllmEngine:
         os.environ.update(ENVIRONMENT)
         import vllm
 
-        fields = _fields_of(Path(folder))
-        self._options = _of_text(fields) | dict(options)
+        fields = fields_of(Path(folder))
+        self._options = text_options(fields) | dict(options)
         self._llm = vllm.LLM(model=folder, skip_tokenizer_init=True, **(OPTIONS | self._options))
         self._weights = self._llm.collective_rpc(WEIGHTS)[0]
         self._serial = 0
@@ -150,58 +117,24 @@ class VllmEngine:
         }
 
     def memory(self) -> dict[str, float]:
-        """What it may take; its worker is another process, of which the card tells the rest."""
+        """The memory that vLLM may use; the GPU's usage covers its worker, a separate process."""
         import torch
 
         share = self._config.cache_config.gpu_memory_utilization
         return {"planned": share * torch.cuda.get_device_properties(0).total_memory / 1e9}
 
 
-def _fields_of(folder: Path) -> dict[str, Any]:
+def fields_of(folder: Path) -> dict[str, Any]:
     """The fields of a folder's config.json."""
     fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return fields
 
 
-def _of_text(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The option for a text model inside of another: no image is ever sent."""
+def text_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The option for a text model inside a multimodal one, because no image is ever sent."""
     return {"language_model_only": True} if "text_config" in fields else {}
 
 
 def _check(request: OfflineRequest, got: int) -> None:
     if got != request.answer:
         raise MeasureError(f"a request for {request.answer} tokens got {got}")
-
-
-def server_command(folder: Path, port: int, options: Mapping[str, Any]) -> list[str]:
-    """The command of vLLM's server for a folder of `dummy_checkpoint`.
-
-    Args:
-        options: further options, as arguments of `LLM` are named.
-    """
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(folder), "--served-model-name", folder.name]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    given = OPTIONS | _of_text(_fields_of(folder)) | dict(options)
-    for name, value in given.items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):  # a switch
-            command.append(f"--{option}" if value else f"--no-{option}")
-        else:
-            command += [f"--{option}", value if isinstance(value, str) else json.dumps(value)]
-    return command
-
-
-def prepare_server(url: str) -> None:
-    """Gives a server that has started its ordinary weights.
-
-    Raises:
-        OSError: it refuses.
-    """
-    asked = urllib.request.Request(
-        f"{url}/collective_rpc",
-        json.dumps({"method": WEIGHTS}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(asked, timeout=120):
-        pass

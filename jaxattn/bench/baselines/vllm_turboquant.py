@@ -1,9 +1,9 @@
 """vLLM's Triton kernels for a TurboQuant cache, in our process and on our arrays.
 
-Queries, tables and lengths are those of `bench gqa`. The cache has vLLM's own slots, since its
-kernels read no others: its store writes them, of normal keys and values. A call of decode is what
-vLLM launches for one: a product that rotates the queries, splits, and what merges them. The kernels
-are imported from vLLM as its users have it.
+Queries, block tables and lengths are those of `bench gqa`. The cache has vLLM's own slots, the only
+ones that its kernels read; vLLM's store writes them from normal keys and values. A decode call runs
+what vLLM launches: a product that rotates the queries, the splits, and their merge. The module
+imports the installed vLLM's kernels.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxattn.bench.harness.timing import TimedOp, rotation
 from jaxattn.core.turboquant.codec import E4M3, TurboFormat, hadamard
 from jaxattn.ops.turboquant.vllm_import import stored_codes
 
-SPLITS = 32  # of each row, what vLLM takes whatever its length
+SPLITS = 32  # per row, as in vLLM for every length
 TOKENS = 4  # that a block reads at a time
 SPLIT_WARPS, SPLIT_STAGES, MERGE_WARPS, MERGE_STAGES = 1, 1, 4, 2
 STORE_WARPS, STORE_STAGES = 4, 1
@@ -32,8 +32,10 @@ KERNELS = "jaxattn.bench.baselines.triton_adapters.vllm_turboquant"
 
 
 def levels(form: TurboFormat) -> np.ndarray:
-    """float32, ascending: what vLLM's codes of keys say of a key of length 1. Of e4m3 keys those
-    that its kernel is given and does not read."""
+    """float32, ascending: the values of vLLM's key codes for a key of length 1.
+
+    For e4m3 keys, vLLM's kernel takes such levels too but does not read them.
+    """
     bits = form.key_bits if form.rotated else form.value_bits
     found = importlib.import_module(CENTROIDS).get_centroids(form.head_dim, bits)
     return np.asarray(found.tolist(), np.float32)
@@ -45,8 +47,10 @@ def packed_key(form: TurboFormat) -> int:
 
 
 def decode(shape: TurboquantDecodeShape) -> TimedOp:
-    """Over as many layers as keep what is read out of L2, one behind another as pages of one cache;
-    its result is the output."""
+    """vLLM's decode as a timed op that returns the output.
+
+    The layers are consecutive pages of one cache; there are so many that no read hits L2.
+    """
     shape = TurboquantDecodeShape(*shape)
     ours = turboquant.inputs(shape)
     layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
@@ -57,7 +61,7 @@ def decode(shape: TurboquantDecodeShape) -> TimedOp:
 
 
 class VllmTurboquantDecode(TimedOp):
-    """vLLM's decode of a shape."""
+    """vLLM's decode at a shape of the bench."""
 
     def __init__(self, shape: TurboquantDecodeShape, layers: int, operands: Any) -> None:
         def call(given: Any, state: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
@@ -118,7 +122,7 @@ def attend(
 
 
 def _sizes(form: TurboFormat, kv_heads: int) -> dict[str, int]:
-    """What all kernels of a cache are told of it."""
+    """The constants of a cache that all its kernels take."""
     return {
         "kv_heads": kv_heads,
         "dim": form.head_dim,
@@ -134,7 +138,7 @@ def _sizes(form: TurboFormat, kv_heads: int) -> dict[str, int]:
 def _filled(
     shape: TurboquantDecodeShape, layers: int, tables: jax.Array, table: jax.Array
 ) -> jax.Array:
-    """uint8 [L N, C, Hk, slot] of normal keys and values, a row of a layer at a time."""
+    """uint8 [L N, C, Hk, slot] of normal keys and values, stored one row of a layer at a time."""
     batch, _, kv_heads, dim, tokens, _ = shape
     token = jnp.arange(tokens)
 
@@ -152,7 +156,7 @@ def store(
     form: TurboFormat, cache: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array,
     table: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """The cache with keys and values [T, Hk, D] at slots [T], by vLLM's store, in place."""
+    """Stores keys and values [T, Hk, D] at slots [T] by vLLM's kernel, in place."""
     jax_triton, kernels = (importlib.import_module(name) for name in ("jax_triton", KERNELS))
     tokens, kv_heads, dim = k.shape
     options = _sizes(form, kv_heads) | {"rounded_bytes": 1 << (form.value_bytes - 1).bit_length()}
@@ -187,7 +191,7 @@ def dequantized(
     values += numpy_reference.exact(codes.minimum)[:, None]
     if not form.rotated:
         return numpy_reference.exact(lax.bitcast_convert_type(codes.keys, E4M3)), values
-    assert codes.norm is not None  # of rotated keys
+    assert codes.norm is not None  # rotated keys have one
     keys = numpy_reference.exact(table)[np.asarray(codes.keys)]
     keys *= numpy_reference.exact(codes.norm)[:, None] / np.linalg.norm(
         keys, axis=-1, keepdims=True
@@ -196,8 +200,10 @@ def dequantized(
 
 
 def error(op: TimedOp) -> float:
-    """Relative L2 error of the heads of the first and the last KV head of the first and the last
-    row, the greatest, against float64 attention over the dequantized slots."""
+    """The largest relative L2 error against float64 attention over the dequantized slots.
+
+    It covers the heads of the first and the last KV head, in the first and the last row.
+    """
     assert isinstance(op, VllmTurboquantDecode)
     form, (shared, cache, table, _) = op.form, op.operands[0]
     out, q, tables = op(0), shared["q"], shared["block_tables"]

@@ -1,8 +1,7 @@
-"""Facts about a run's device: the commit, the card, its driver, clocks and power."""
+"""Facts about a run's device: the GPU, its driver, clocks and power."""
 
+import platform
 import subprocess
-import sys
-from pathlib import Path
 
 QUERY = {
     "driver": "driver_version",
@@ -14,41 +13,38 @@ QUERY = {
 }
 
 
-def short_of_devices(program: str, asked: str, gpus: int) -> bool:
-    """Whether JAX sees fewer devices than `asked` takes; a line on standard error says so."""
-    import jax  # Peers' runs, without JAX, ask for the card alone.
+def device_facts() -> dict[str, str]:
+    import jax  # Here, because runs of the baselines query the GPU without JAX.
 
-    seen = len(jax.devices())
-    if seen < gpus:
-        print(f"{program}: {asked} takes {gpus} devices, and JAX sees {seen}", file=sys.stderr)
-    return seen < gpus
-
-
-def commit() -> str:
-    """The commit of this package's checkout, with "+" if files differ; "" outside of one."""
-    folder = Path(__file__).parent
-    number = _output(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
-    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
-    return f"{number}+" if number and changed else number
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "runtime": device.client.platform_version.splitlines()[0],
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def card() -> dict[str, str]:
-    """The first card as nvidia-smi sees it now; empty where there is none."""
+    """The state of the first GPU as nvidia-smi reports it now; empty without a GPU."""
     fields = ",".join(QUERY.values())
-    said = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i0"])
+    said = output_of(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i0"]
+    )
     values = [value.strip() for value in said.split(",")]
     return dict(zip(QUERY, values, strict=True)) if len(values) == len(QUERY) else {}
 
 
 def memory_used() -> dict[str, float]:
-    """GB that all processes hold of the first card, as nvidia-smi says; empty without one."""
+    """GB that all processes hold on the first GPU, from nvidia-smi; empty without a GPU."""
     query = ["--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i0"]
-    said = _output(["nvidia-smi", *query])
+    said = output_of(["nvidia-smi", *query])
     return {"held of the card": float(said) * 2**20 / 1e9} if said.isdecimal() else {}
 
 
-def _output(command: list[str]) -> str:
-    """What a command prints; "" if there is no such command or it fails."""
+def output_of(command: list[str]) -> str:
+    """The output of a command; "" if the command does not exist or fails."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

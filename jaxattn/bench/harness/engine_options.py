@@ -1,4 +1,4 @@
-"""The options of a bench that runs whole engines: the model, and which engines run it."""
+"""Command-line options of benches that run whole engines: the model, and the engines to run."""
 
 import argparse
 import contextlib
@@ -12,20 +12,23 @@ from typing import Any
 
 from jaxattn.bench.harness.result_tables import check_files
 from jaxattn.bench.harness.speedup_report import OURS, THEIRS
-from jaxattn.bench.model.dummy_checkpoint import SMALL, write_folder
+from jaxattn.bench.model.config_folder import SMALL, write_folder
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 
-BASELINES = "jaxattn.bench.baselines"  # of a checkout alone
+BASELINES = "jaxattn.bench.baselines"  # exists only in a checkout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineChoice:
-    """A model of which there is no more than config.json, and the engines that run it.
+    """A model that is given only by its config.json, and the engines that run it.
 
     Attributes:
-        engines: in their order, vLLM first.
-        peer_options: further options of vLLM.
-        said: why an engine that could have run does not.
+        name: The model's name, which is also the name of its folder.
+        fields: The fields of config.json.
+        engines: The engines in the order in which they run, vLLM first.
+        peer_options: Additional options of vLLM.
+        said: Messages about engines that do not run, with the reason.
+        on_cpu: Whether the engines run on the CPU.
     """
 
     name: str
@@ -37,7 +40,7 @@ class EngineChoice:
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """The model's folder for an engine."""
+        """A temporary folder with the model's config.json, for an engine to load."""
         with tempfile.TemporaryDirectory() as parent:
             path = Path(parent, self.name)
             path.mkdir()
@@ -45,7 +48,7 @@ class EngineChoice:
             yield path
 
     def environment(self) -> dict[str, str]:
-        """What the process of an engine needs of its environment."""
+        """Environment variables for the process of an engine."""
         return {"JAX_PLATFORMS": "cpu"} if self.on_cpu else {}
 
     @property
@@ -54,7 +57,7 @@ class EngineChoice:
 
 
 def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> None:
-    """The options that `chosen` reads."""
+    """Adds the options that `chosen` reads."""
     parser.add_argument("target", nargs="?", metavar=model, help="what runs; see above")
     parser.add_argument(
         "--engine",
@@ -82,7 +85,7 @@ def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> Non
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineChoice:
-    """The model and the engines; ends with a message where they do not fit."""
+    """Returns the model and the engines; exits with a message if the options do not fit."""
     if bool(args.target) == args.small:
         parser.error("give a MODEL, or --small, which has a model of its own")
     if not isinstance(args.peer_options, dict):
@@ -111,7 +114,7 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineC
 
 
 def peer_missing() -> str | None:
-    """Why vLLM cannot run beside us; None if it can."""
+    """The reason why vLLM cannot be measured too; None if it can."""
     try:
         adapter = importlib.import_module(f"{BASELINES}.vllm_engine")
     except ModuleNotFoundError as error:

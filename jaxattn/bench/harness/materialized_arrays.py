@@ -1,7 +1,7 @@
-"""Large arrays that a compiled step writes to memory: a matrix that was copied or turned is one.
+"""Large arrays that a compiled step writes to memory, such as a copied or transposed matrix.
 
-`aliasing.check_aliasing` names what is copied as it is. This counts every result, so that a matrix
-that XLA multiplied by one token, and wrote out before it took the sum, is found too.
+`aliasing.check_aliasing` names plain copies. This module lists every large result. So it also finds
+a matrix that XLA multiplied by one token and stored before it computed the sum.
 """
 
 import dataclasses
@@ -11,17 +11,20 @@ from typing import NamedTuple
 from jaxattn.aliasing.hlo import FREE, UPDATES, HloInstruction, HloModule
 
 LEAST = 2**20  # bytes
-# What moves no data, and what runs its own instructions.
+# Opcodes that move no data, and those whose called computations are searched instead.
 NOTHING = FREE | {"parameter", "tuple", "get-tuple-element", "constant"}
-WORKSPACE = "s8["  # what XLA gives to cuBLAS
+WORKSPACE = "s8["  # the type of the workspaces that XLA gives to cuBLAS
 
 
 class MaterializedArray(NamedTuple):
-    """A result.
+    """A result that an instruction writes to memory.
 
     Attributes:
-        array: its dtype and shape.
-        loop: whether each time round a loop, not once a step.
+        array: The dtype and shape.
+        nbytes: The size in bytes.
+        loop: Whether a loop writes it in each iteration, rather than once per step.
+        instruction: The name of the HLO instruction.
+        op_name: The `op_name` in the instruction's metadata.
     """
 
     array: str
@@ -36,10 +39,12 @@ class MaterializedArray(NamedTuple):
 
 
 def materialized_arrays(text: str, *, least: int = LEAST) -> list[MaterializedArray]:
-    """The results of `least` bytes and more that are not updates in place, the largest first.
+    """Returns the results of at least `least` bytes that are not updated in place.
+
+    Results inside loops come first, then larger ones before smaller ones.
 
     Args:
-        text: of an optimised HLO module.
+        text: The text of an optimised HLO module.
     """
     module = HloModule(text)
     found = list(_of(module, module.entry, loop=False, least=least))
@@ -54,7 +59,7 @@ def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[Mat
             for called in each.called:
                 yield from _of(module, called, loop=loop, least=least)
         elif each.opcode.endswith("-start"):
-            continue  # the result is its "-done"
+            continue  # the matching "-done" instruction is counted
         elif each.opcode not in NOTHING and not _in_place(module, each):
             nbytes = dataclasses.replace(each, type=each.array).nbytes
             if nbytes >= least and not each.array.startswith(WORKSPACE):
@@ -62,6 +67,6 @@ def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[Mat
 
 
 def _in_place(module: HloModule, each: HloInstruction) -> bool:
-    """Whether it writes part of an array that was there before."""
+    """Returns whether the instruction writes into part of an existing array."""
     roots = [module.roots[name].opcode for name in each.called if name in module.roots]
     return bool(each.aliases) or each.opcode in UPDATES or bool(UPDATES.intersection(roots))

@@ -1,8 +1,7 @@
 """Peak rates of this GPU in this run: copies, reads and matrix products.
 
-Each ceiling is taken in two ways, as an op's times are. In a burst, by a profile: beside `us`. In
-a long loop, in which the card reaches its power limit: beside `call us`. A share of a ceiling holds
-a time against one of the same way.
+Each peak rate is measured in two ways, like an op's times. A profiled burst is compared with `us`.
+A long loop, in which the GPU reaches its power limit, is compared with `call us`.
 """
 
 from collections.abc import Callable
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness.timing import kernel_seconds, seconds
 
-# Operations of a long loop at a time: what starts one, up to a millisecond, hides behind others.
+# Operations in flight at a time: an operation's launch, up to a millisecond, overlaps with others.
 AT_A_TIME = 32
-ROW = 8192  # numbers of which a read makes one
+ROW = 8192  # numbers that a read reduces to one
 
 
 def copied(size: int) -> tuple[Callable[[int], jax.Array], float]:
@@ -26,7 +25,7 @@ def copied(size: int) -> tuple[Callable[[int], jax.Array], float]:
 
 
 def read(size: int) -> tuple[Callable[[int], jax.Array], float]:
-    """The largest number of each row of ROW bfloat16 numbers, and the bytes that it reads."""
+    """A maximum over each row of ROW bfloat16 numbers, and the bytes that it reads."""
     rows = max(1, size // ROW)
     x = jax.random.normal(jax.random.key(0), (rows, min(size, ROW)), jnp.bfloat16)
     largest = jax.jit(lambda x: jnp.max(x, axis=1))
@@ -40,19 +39,19 @@ def factors(n: int) -> tuple[jax.Array, jax.Array]:
 
 
 def multiplied(n: int) -> tuple[Callable[[int], jax.Array], float]:
-    """An n^3 bfloat16 product of random matrices, float32 accumulation, and its FLOP."""
+    """An n^3 bfloat16 product of random matrices, accumulated in float32, and its FLOP."""
     a, b = factors(n)
     product = jax.jit(jnp.matmul)
     return lambda i: product(a, b), 2.0 * n**3
 
 
 def copy_bandwidth(size: int = 2**29) -> float:
-    """Bytes read plus written per second, by copies in a long loop."""
+    """Bytes read plus written per second by copies in a long loop."""
     call, nbytes = copied(size)
 
     def many():
         for i in range(AT_A_TIME):
-            y = call(i)  # 32 GiB at most, if none makes room for the next
+            y = call(i)  # at most 32 GiB, if no result is freed before the next
         return y
 
     return AT_A_TIME * nbytes / seconds(many)
@@ -66,7 +65,7 @@ def matmul_rate(n: int = 8192) -> float:
 
 
 def burst_peaks(size: int = 2**29, n: int = 8192) -> dict[str, float]:
-    """The same of kernels in a burst, and of reads alone, which pass the rate of copies."""
+    """Peak rates in a burst: copies, products, and pure reads, which are faster than copies."""
 
     def rate(call: Callable[[int], jax.Array], amount: float) -> float:
         return amount / (kernel_seconds(call) or seconds(lambda: call(0)))
@@ -79,7 +78,7 @@ def burst_peaks(size: int = 2**29, n: int = 8192) -> dict[str, float]:
 
 
 def ceilings() -> dict[str, Any]:
-    """Of long loops by name, and of bursts under "burst"."""
+    """Peak rates of long loops by name, and those of bursts under "burst"."""
     return {
         "copy_GB_s": copy_bandwidth() / 1e9,
         "matmul_TFLOP_s": matmul_rate() / 1e12,
@@ -88,10 +87,10 @@ def ceilings() -> dict[str, Any]:
 
 
 def peak_fractions(row: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-    """A row's GB/s and TFLOP/s, which are of a burst, as fractions of the bursts' ceilings.
+    """A row's GB/s and TFLOP/s, measured in a burst, as fractions of the burst peaks.
 
-    The share of its roof is the greater of the two, of the one that binds. Memory's ceiling is the
-    better of copies and reads.
+    `% of roof` is the greater of both fractions, with the name of the resource that binds. The peak
+    rate of memory is the better of copies and reads.
     """
     burst = facts["burst"]
     memory = row["GB/s"] / max(burst["copy_GB_s"], burst["read_GB_s"])

@@ -1,6 +1,6 @@
 """Float64 NumPy references of the ops, for the few rows and heads that a bench checks.
 
-XLA's references take longer to compile than everything that a bench measures of a shape.
+XLA takes longer to compile the references than a bench needs to measure a shape.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-EPS = 1e-6  # of the norms
+EPS = 1e-6  # epsilon of the norms
 
 
 def exact(x: ArrayLike | jax.Array) -> np.ndarray:
@@ -21,7 +21,7 @@ def relative_l2(actual: ArrayLike | jax.Array, expected: np.ndarray) -> float:
 
 
 def worst(errors: Sequence[float]) -> float:
-    """The greatest, or NaN if one is: Python's `max` drops one that is not the first."""
+    """The greatest error, or NaN if any is NaN; Python's `max` may ignore a NaN."""
     return float(np.max(errors))
 
 
@@ -33,15 +33,16 @@ def accepted(
     below: float,
     lse_below: float,
 ) -> float:
-    """The greatest of the outputs' relative errors.
+    """Checks the errors of a bench and returns the greatest relative error of its outputs.
 
     Args:
-        what: the bench and the shape, for the message.
-        lse_errors: absolute ones of the log-sum-exps.
-        below, lse_below: what the greatest of each must stay below.
+        what: The bench and the shape, for the message.
+        errors: Relative errors of the outputs.
+        lse_errors: Absolute errors of the log-sum-exps.
+        below, lse_below: The bounds that the greatest errors must stay below.
 
     Raises:
-        AssertionError: one does not, or is NaN.
+        AssertionError: an error reaches its bound or is NaN.
     """
     error, lse_error = worst(errors), worst(lse_errors)
     if not (error < below and lse_error < lse_below):
@@ -52,8 +53,10 @@ def accepted(
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, last: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(output [S, V], natural log of the sum of exponentials [S]) of q [S, K] over k [T, K] and
-    v [T, V]; query i sees the keys up to `last[i]`."""
+    """Attention of q [S, K] over k [T, K] and v [T, V]: (output [S, V], natural-log LSE [S]).
+
+    Query i sees the keys up to and including index `last[i]`.
+    """
     scores = q @ k.T * scale
     scores[np.arange(len(k)) > last[:, None]] = -np.inf
     top = scores.max(axis=1, keepdims=True)
@@ -74,14 +77,14 @@ def delta_rule(
     beta: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Outputs [T, H, Dv] and last state [H, Dv, Dk] of the gated delta rule, token by token.
+    """The gated delta rule, token by token: outputs [T, H, Dv] and final state [H, Dv, Dk].
 
     Args:
-        q, k: [T, H, Dk], normalised here; a key head's for each of its value heads.
+        q, k: [T, H, Dk], not yet normalised, with each key head repeated for its value heads.
         v: [T, H, Dv].
-        g: [T, H], log decay, or of each channel of the key [T, H, Dk].
+        g: Log decay, [T, H], or [T, H, Dk] with one per key channel.
         beta: [T, H], writing strength.
-        state: [H, Dv, Dk].
+        state: [H, Dv, Dk], initial state.
     """
     q, k = (x / np.sqrt((x * x).sum(axis=-1, keepdims=True) + EPS) for x in (q, k))
     outputs = []
@@ -96,7 +99,7 @@ def delta_rule(
 def delta_net(
     qkvz: np.ndarray, ba: np.ndarray, weights: np.ndarray, conv: np.ndarray, state: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A row's `(y, conv_state, state)` of `jaxattn.gdn.gated_delta_net_decode`.
+    """One row's `(y, conv_state, state)` of `jaxattn.gdn.gated_delta_net_decode`.
 
     Args:
         qkvz: [S, C].
@@ -123,7 +126,7 @@ def delta_net(
 
 
 def convolved(x: np.ndarray, conv: np.ndarray, kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(x [S, Dc] through a causal convolution and SiLU, its inputs with the W - 1 before them)."""
+    """(causal convolution and SiLU of x [S, Dc], its inputs with the W - 1 earlier ones)."""
     taps, channels = conv.shape[0] + 1, conv.shape[1]
     seen, kernel = np.concatenate([conv, x]), kernel.reshape(taps, channels)
     return silu(sum(kernel[i] * seen[i : i + len(x)] for i in range(taps))), seen
@@ -138,7 +141,7 @@ def kimi_delta_attention(
     conv: np.ndarray,
     state: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A row's `(y, conv_state, state)` of `jaxattn.kda.kimi_delta_attention_decode`.
+    """One row's `(y, conv_state, state)` of `jaxattn.kda.kimi_delta_attention_decode`.
 
     Args:
         qkv: [S, 3 H D]; f, gate: [S, H D]; b: [S, H].

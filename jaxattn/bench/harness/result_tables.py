@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 def show(title: str, rows: list[dict], *, width: int = 150) -> None:
-    """Prints a table; a column that only some rows have is empty in the others."""
+    """Prints a table; a cell is empty if its row lacks the column."""
     table = Table(title=title)
     names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
@@ -33,7 +33,7 @@ def _cells(values: Iterable[Any]) -> Iterable[str]:
 
 
 def run_json(result: dict[str, Any]) -> str:
-    """A run's JSON, one measurement per line: a run that is stored again differs by its rows."""
+    """A run as JSON with one measurement per line, so that a diff of two runs shows whole rows."""
 
     def value(found: Any, indent: str) -> str:
         inner = indent + " "
@@ -55,19 +55,19 @@ def _all_hold_more(values: Iterable[Any]) -> bool:
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Ends with a message where --json or --plot cannot be written: before all the measuring."""
+    """Exits with a message if --json or --plot cannot be written, before anything is measured."""
     for name in ("json", "plot"):
         path = getattr(args, name, None)
         if path is None:
             continue
-        # JSON is written beside its file first.
+        # JSON is first written to a temporary file in the same folder.
         written = path if name == "plot" and path.exists() else path.parent
         if path.is_dir() or not os.access(written, os.W_OK):
             parser.error(f"--{name} {path}: cannot be written there")
 
 
 def store(result: dict[str, Any], path: Path | None) -> None:
-    """Writes a run's JSON, if it is wanted; a run that is cut short keeps what was stored last."""
+    """Writes a run's JSON if `path` is given; an interrupted run keeps its last stored state."""
     if path:
         beside = path.with_name(f"{path.name}.part")
         beside.write_text(run_json(result))

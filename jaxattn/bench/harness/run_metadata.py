@@ -1,17 +1,18 @@
-"""The metadata of a result file: time, subject, device and method of its run.
+"""The metadata of a result file: date, command, device and timing method of its run.
 
-`python -m jaxattn.bench compare` holds two files side by side by it.
+`python -m jaxattn.bench compare` uses it to decide whether two files are comparable.
 """
 
 import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.harness import timing
-from jaxattn.bench.harness.device_info import card, commit
+from jaxattn.bench.harness.device_info import card, device_facts, output_of
 
-# Of times by `timing`. The number grows where the same code would give other times.
+# The method of `timing`. Raise the version when the same code would give other times.
 PROFILE_AND_LOOP: dict[str, Any] = {
     "name": "kernels by a profile, calls by a loop",
     "version": 1,
@@ -31,15 +32,16 @@ def begin(
     method: dict[str, Any] = PROFILE_AND_LOOP,
     device: bool = True,
 ) -> dict[str, Any]:
-    """The first fields of a result, as a run begins.
+    """Returns the first fields of a result at the start of a run.
 
     Args:
-        what: the bench, as it is named on the command line.
-        program: how the command is called, without its arguments.
-        argv: the arguments, `what` among them.
-        seed: of the inputs; None where a bench draws none.
-        method: how times are taken; files of different methods cannot be compared.
-        device: name JAX's device. False leaves the device alone, for processes that need all of it.
+        what: The bench's name on the command line.
+        program: The command without its arguments.
+        argv: The arguments, including `what`.
+        seed: The seed of the inputs; None if a bench draws no random inputs.
+        method: The timing method; files of different methods are not comparable.
+        device: Whether to record JAX's device. False does not initialise the device, for benches
+            whose child processes need all of it.
     """
     return {
         "what": what,
@@ -48,12 +50,20 @@ def begin(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seed": seed,
         "method": method,
-        **(timing.device_facts() if device else {"device": ""}),
+        **(device_facts() if device else {"device": ""}),
         "card before": card(),
         "card": {},
     }
 
 
+def commit() -> str:
+    """The commit of this package's checkout, with "+" if files differ; "" outside a checkout."""
+    folder = Path(__file__).parent
+    number = output_of(["git", "-C", str(folder), "rev-parse", "--short=12", "HEAD"])
+    changed = output_of(["git", "-C", str(folder), "status", "--porcelain", "-uno"])
+    return f"{number}+" if number and changed else number
+
+
 def end(result: dict[str, Any]) -> None:
-    """Adds the card as it is after the run: its clocks and its power, while it is still warm."""
+    """Adds the GPU's clocks and power after the run, while it is still warm."""
     result["card"] = card()

@@ -1,4 +1,4 @@
-"""Two engines' measures side by side: the ratio of each, who is faster, and the losses in words."""
+"""A comparison of two engines: the ratio of each measure, the faster engine, and the losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from jaxattn.bench.harness.result_tables import show
 
 OURS, THEIRS = "jaxattn", "vLLM"
-HIGHER = ("tok/s", "req/s")  # of units where more is better
+HIGHER = ("tok/s", "req/s")  # units in which more is better
 LOWER = ("s", "ms")
-EQUAL = 0.005  # the largest difference that is none
+EQUAL = 0.005  # the largest relative difference that counts as equal
 
 Row = Mapping[str, Any]
 
 
 def ratio(ours: float, theirs: float, unit: str) -> float | None:
-    """How many times as fast we are; None where a unit says nothing of speed."""
+    """The speedup of jaxattn over vLLM; None if the unit does not measure speed."""
     if unit.endswith(HIGHER):
         return ours / theirs if theirs else None
     if unit.split()[-1:] and unit.split()[-1] in LOWER:
@@ -23,14 +23,14 @@ def ratio(ours: float, theirs: float, unit: str) -> float | None:
 
 
 def times_as_fast(row: Row) -> float | None:
-    """The ratio of a row that has both engines' values under their names; else None."""
+    """The speedup in a row that contains the values of both engines; else None."""
     if OURS not in row or THEIRS not in row:
         return None
     return ratio(row[OURS], row[THEIRS], row["unit"])
 
 
 def verdict(times: float | None) -> str:
-    """ "jaxattn wins, 1.66 times as fast", and as plainly "jaxattn loses, 0.75 times as fast"."""
+    """Words such as "jaxattn wins, 1.66 times as fast" or "jaxattn loses, 0.75 times as fast"."""
     if times is None:
         return ""
     if abs(times - 1) <= EQUAL:
@@ -39,10 +39,10 @@ def verdict(times: float | None) -> str:
 
 
 def compared(ours: Sequence[Row], theirs: Sequence[Row] = ()) -> list[dict[str, Any]]:
-    """A row for each measure, in our order; an engine that has none leaves its column out.
+    """Returns a row for each measure, in our order; an engine without a value has no column.
 
     Args:
-        ours, theirs: with `what`, `unit` and `value`, or `error` in place of the last two.
+        ours, theirs: Rows with `what`, `unit` and `value`, or with `what` and `error`.
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for name, rows in ((OURS, ours), (THEIRS, theirs)):
@@ -59,12 +59,12 @@ def compared(ours: Sequence[Row], theirs: Sequence[Row] = ()) -> list[dict[str, 
 
 
 def errors(engine: str, rows: Iterable[Row]) -> list[str]:
-    """What an engine could not be measured at, a line each."""
+    """One line for each measure that an engine could not give, with the reason."""
     return [f"{engine}, {row['what']}: {row['error']}" for row in rows if "error" in row]
 
 
 def summary(rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """(wins and losses in a sentence, each loss in words) of a whole comparison."""
+    """(a sentence that counts wins and losses, a line for each loss) of a whole comparison."""
     known = [(row, times) for row in rows if (times := times_as_fast(row)) is not None]
     if not known:
         return f"Nothing of {THEIRS} was measured, so nobody wins.", []
@@ -79,7 +79,7 @@ def summary(rows: Sequence[Row]) -> tuple[str, list[str]]:
 
 
 def report(title: str, rows: Sequence[Row], errors: Iterable[str], *, both: bool) -> None:
-    """Prints the table, what could not be measured, and, of two engines, who wins."""
+    """Prints the table, the errors, and, if both engines ran, wins and losses."""
     show(title, [dict(row) for row in rows])
     for line in errors:
         print(line)

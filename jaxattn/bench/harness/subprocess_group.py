@@ -1,4 +1,4 @@
-"""A child process in a group of its own: it ends with the bench, and so do its own children."""
+"""A child process in its own process group, which ends with the bench, as do its children."""
 
 import contextlib
 import os
@@ -14,13 +14,13 @@ LONGEST_END = 60.0  # seconds
 def child_process(
     command: Sequence[str], environment: Mapping[str, str], **streams: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, in a group of its own. Leaving the context ends the group.
+    """Starts a process in its own process group, which ends when the context exits.
 
-    vLLM has processes of its own, which hold the device's memory until they end.
+    The group matters for vLLM, whose worker processes hold device memory until they end.
 
     Args:
-        environment: what it has beside ours.
-        streams: `stdout` and `stderr` of `subprocess.Popen`.
+        environment: Variables in addition to those of this process.
+        streams: The arguments `stdout` and `stderr` of `subprocess.Popen`.
     """
     process = subprocess.Popen(
         command, env={**os.environ, **environment}, start_new_session=True, **streams

@@ -1,16 +1,15 @@
-"""Times on one device, with one meaning in every bench.
+"""Timing on one device, defined in the same way for every bench.
 
-`us` or `ms`: GPU time of an op's kernels, from a profile: all that its executable runs, but copies
-from the host.
-`call us` or `call ms`: a call's share of a long loop of calls, with what lies between kernels. XLA
-makes a CUDA graph of each turn, as a peer makes one of its calls. What starts and ends the loop is
-left out.
-Both after a warm-up; where there is no GPU both are the loop's.
+`us` or `ms` is the GPU time of an op's kernels, from a profile. It counts all that the op's
+executable runs, except copies from the host.
+`call us` or `call ms` is the time per call in a long loop of calls, including the gaps between
+kernels. XLA makes a CUDA graph of each iteration, as a baseline makes one of its calls. The loop's
+start and end are excluded.
+Both are taken after a warm-up. Without a GPU, both come from the loop.
 """
 
 import glob
 import math
-import platform
 import statistics
 import tempfile
 import time
@@ -25,42 +24,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ROTATE_BYTES = 256 * 2**20  # inputs are rotated through as much, several times the L2 of 60 MB
-# Seconds of calls before what counts, as Triton's do_bench has them. An H200 that is kept busy soon
-# runs at its power limit: a prefill of 0.43 ms takes 7% more after 0.3 s, and 24% after 1 s.
+ROTATE_BYTES = 256 * 2**20  # total size of the rotated inputs, several times the 60 MB of L2
+# Seconds of calls before the timed ones, as in Triton's do_bench. A busy H200 soon runs at its
+# power limit: a prefill of 0.43 ms takes 7% more after 0.3 s, and 24% after 1 s.
 WARMUP = 0.025
-PROFILED = 10  # calls whose kernels are counted
-# A turn of a loop has two small kernels of its own, and begins with a graph's launch. So it has as
-# many calls as a peer's graph, or fewer that take as long: their results are held until its end.
+PROFILED = 10  # calls in a profile whose kernels are counted
+# An iteration of a loop has two small kernels of its own and starts with a graph launch. So it has
+# as many calls as a baseline's graph, or fewer long ones, because it holds their results to the
+# end.
 TOGETHER, TURN_SECONDS = 32, 1e-3
-LOOP_SECONDS = 0.05  # of the calls that count
-
-
-def device_facts() -> dict[str, str]:
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "runtime": device.client.platform_version.splitlines()[0],
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-    }
+LOOP_SECONDS = 0.05  # of the timed calls
 
 
 def rotation(nbytes: int, most: int = 128) -> int:
-    """How many inputs of `nbytes` are taken in turn, so that none is in L2 when its turn comes."""
+    """Number of inputs of `nbytes` to take in turn, so that L2 holds none when it is read."""
     return max(1, min(most, -(-ROTATE_BYTES // nbytes)))
 
 
 def wall(call: Callable[[], Any]) -> float:
-    """Seconds until what `call` returns is there."""
+    """Seconds until the arrays that `call` returns are ready."""
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
 def warm(call: Callable[[], Any], seconds: float) -> None:
-    """Compiles, then calls for as long."""
+    """Compiles, then keeps calling for `seconds`."""
     wall(call)
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
@@ -70,7 +59,7 @@ def warm(call: Callable[[], Any], seconds: float) -> None:
 def seconds(call: Callable[[], Any], *, repeats: int = 7, warmup: float = WARMUP) -> float:
     """Median wall time of `call`, which returns arrays.
 
-    Left out are the first call, which compiles, and `warmup` seconds of calls.
+    The first call, which compiles, and `warmup` seconds of calls are not counted.
     """
     warm(call, warmup)
     return statistics.median(wall(call) for _ in range(repeats))
@@ -83,23 +72,23 @@ def seconds_more(
     repeats: int = 7,
     warmup: float = WARMUP,
 ) -> float:
-    """Median wall time that `more` takes beyond that of `call`, one after the other; both return
-    arrays."""
+    """Median wall time of `more` minus that of `call`, run alternately; both return arrays."""
     warm(call, warmup)
     return statistics.median(-wall(call) + wall(more) for _ in range(repeats))
 
 
 class TimedOp:
-    """An op that is timed: compiled once by itself, for its result and its profile, and once in a
-    loop of calls. Every call has the operands that were given, bit for bit.
+    """An op to time, compiled once by itself, for result and profile, and once in a loop.
+
+    Every call gets the given operands, bit for bit.
 
     Args:
         call: (operands, state, layer) -> (result, state).
-        operands: sets of operands, taken in turn by what is profiled; a loop has the first. Neither
-            written nor donated.
-        state: what the op updates in place; goes from call to call, donated.
-        layers: call i has layer `i % layers`, an int32 scalar on the device. The host has just put
-            it there: it is in L2, as the counter of a loop over layers is.
+        operands: Sets of operands, which profiled calls take in turn; a loop uses only the first.
+            They are neither written nor donated.
+        state: The arrays that the op updates in place, donated from call to call.
+        layers: Call i gets layer `i % layers` as an int32 scalar on the device. The host has just
+            written the scalar, so it is in L2, like the counter of a loop over layers.
     """
 
     def __init__(
@@ -122,20 +111,20 @@ class TimedOp:
         return result
 
     def times(self) -> tuple[float, float]:
-        """Seconds of a call's kernels (where there is no GPU, as the second), and in a loop."""
+        """(kernel seconds of a call, seconds per call in a loop); without a GPU, both are equal."""
         kernels = kernel_seconds(self)
         loop = self.loop_seconds(kernels)
         return kernels or loop, loop
 
     def time(self) -> float:
-        """The first of `times()`, without compiling a loop where that is not needed."""
+        """The first of `times()`; compiles a loop only if there is no GPU."""
         return kernel_seconds(self) or self.loop_seconds(0.0)
 
     def loop_seconds(self, kernels: float) -> float:
-        """Seconds a call, of calls one after another; `kernels` are a call's, or 0 without a GPU.
+        """Seconds per call in a loop; `kernels` is the kernel time of a call, or 0 without a GPU.
 
-        An executable is dispatched once, then three times in a row. What starts and ends it, up to
-        a millisecond, is in both times, so what it takes more is of two loops alone.
+        The loop's executable is dispatched once, then three times in a row. Both times contain the
+        same start and end, up to a millisecond, so the difference is the time of exactly two loops.
         """
         turns, together = turns_of(kernels, self.layers) if kernels else (4, 1)
         compiled = jax.jit(self.loop(turns, together), donate_argnums=1)
@@ -150,11 +139,11 @@ class TimedOp:
         return seconds_more(lambda: run(1), lambda: run(3)) / (2 * turns * together)
 
     def loop(self, turns: int, together: int) -> Callable[[Any, Any], tuple[jax.Array, Any]]:
-        """(operands, state) -> (a number of the last turn's results, state).
+        """Returns (operands, state) -> (a number from the last iteration's results, state).
 
         Args:
-            turns: of a loop on the device.
-            together: calls per turn, of which call i has layer `i % layers`.
+            turns: Iterations of the loop on the device.
+            together: Calls per iteration, of which call i gets layer `i % layers`.
         """
         call = jax.jit(self._call)  # traced once
 
@@ -162,21 +151,21 @@ class TimedOp:
             operands, layers, seen, state = carry
             results, before = [], seen
             for i in range(together):
-                # A call's operands exist once the result of the call before it does, so that XLA
-                # can neither merge calls nor move them out of the loop; the loop hands them on
-                # unchanged.
+                # The barrier makes a call's operands depend on the previous call's result. So XLA
+                # can neither merge calls nor move them out of the loop, which passes the operands
+                # on unchanged.
                 operands, layers, kept = lax.optimization_barrier((operands, layers, before))
                 results.append(kept)
                 before, state = call(operands, state, layers[i % self.layers])
             results.append(lax.optimization_barrier(before))
-            # All of a result is needed for one number of it.
+            # After a barrier, one number of a result requires the whole result.
             firsts = [jax.tree.leaves(result)[0] for result in results[1:]]
             numbers = [first[(0,) * first.ndim].astype(jnp.float32) for first in firsts]
             return (operands, layers, sum(numbers), state), None
 
         def run(operands, state):
-            # Scalars of the device that no turn changes: its graph is made once, and XLA does not
-            # see which layer a call has.
+            # Scalars on the device that no iteration changes, so the loop's graph is recorded once,
+            # and XLA does not know a call's layer.
             layers = tuple(map(jnp.int32, range(min(self.layers, together))))
             carry = operands, lax.optimization_barrier(layers), jnp.float32(0), state
             (_, _, seen, state), _ = lax.scan(step, carry, length=turns)
@@ -186,24 +175,24 @@ class TimedOp:
 
 
 def turns_of(kernels: float, layers: int) -> tuple[int, int]:
-    """(turns, calls per turn) of half of LOOP_SECONDS: all layers in a turn, equally often."""
+    """(iterations, calls per iteration) for half of LOOP_SECONDS, with each layer equally often."""
     most = min(TOGETHER, max(1, int(TURN_SECONDS / kernels)))
     together = layers * math.ceil(most / layers)
     return math.ceil(LOOP_SECONDS / 2 / (kernels * together)), together
 
 
 def columns(unit: str, times: tuple[float, float]) -> dict[str, float]:
-    """A row's `us` and `call us`, or in ms, of `TimedOp.times()`."""
+    """A row's `us` and `call us`, or `ms` and `call ms`, from `TimedOp.times()`."""
     scale = {"us": 1e6, "ms": 1e3}[unit]
     return {unit: times[0] * scale, f"call {unit}": times[1] * scale}
 
 
 class KernelLaunch(NamedTuple):
-    """What the GPU ran.
+    """A kernel or copy that the GPU ran.
 
     Attributes:
-        kernel: its name.
-        op: the instruction of the executable that it belongs to; "" if the profile does not say.
+        kernel: The kernel's name.
+        op: The HLO instruction that launched it; "" if the profile does not record it.
     """
 
     kernel: str
@@ -211,18 +200,17 @@ class KernelLaunch(NamedTuple):
 
 
 class KernelTimes(NamedTuple):
-    """Per call: GPU seconds, and how often it ran."""
+    """The GPU seconds and the launches of a kernel per call."""
 
     seconds: float
     launches: float
 
 
 def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> float:
-    """GPU seconds of all kernels and copies of a call, which takes its number; 0 without a GPU.
-    What comes from the host does not count: it is not the op's.
+    """GPU seconds of a call's kernels and copies, except copies from the host; 0 without a GPU.
 
-    Of the last calls in a profile that begins with `warmup` seconds of them: a GPU also idles while
-    a profiler starts.
+    `call` takes the number of the call. The profile begins with `warmup` seconds of calls, because
+    a GPU idles while a profiler starts; only the last calls count.
     """
     if jax.default_backend() != "gpu":
         return 0.0
@@ -234,10 +222,10 @@ def kernel_seconds(call: Callable[[int], Any], *, warmup: float = WARMUP) -> flo
 def launches(
     call: Callable[[int], Any], *, warmup: float = WARMUP, calls: int = PROFILED
 ) -> dict[KernelLaunch, KernelTimes]:
-    """What the GPU ran in a call, counted as `kernel_seconds` does; empty without a GPU.
+    """The GPU's work in a call, counted like `kernel_seconds`; empty without a GPU.
 
     Args:
-        calls: that are counted; few are enough of a long one.
+        calls: The number of calls that count; a few suffice for a long call.
     """
     if jax.default_backend() != "gpu":
         return {}
@@ -270,7 +258,7 @@ def _last_calls[Name](
             some()
         some()
 
-    some()  # compiles, records graphs
+    some()  # compiles and records CUDA graphs
     before = number
     events = record(run)
     share = calls / (number - before)
@@ -291,7 +279,7 @@ def profile(call: Callable[[], Any]) -> tuple[dict[str, float], float]:
 
 
 def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
-    """(start, length) in ns of what the GPU ran in `call`, which waits for it, by name."""
+    """(start, length) in ns of what `call`, which must block, runs on the GPU, by kernel name."""
     events: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for launch, each in gpu_launches(call).items():
         events[launch.kernel] += each
@@ -299,12 +287,12 @@ def gpu_events(call: Callable[[], Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def gpu_launches(call: Callable[[], Any]) -> dict[KernelLaunch, list[tuple[float, float]]]:
-    """The same by kernel and instruction."""
+    """Like `gpu_events`, by kernel and instruction."""
     return launches_in(recorded(call))
 
 
 def recorded(call: Callable[[], Any]) -> jax.profiler.ProfileData:
-    """A profile of `call`, which waits for what it starts."""
+    """A profile of `call`, which waits for the work that it starts."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -317,11 +305,11 @@ def recorded(call: Callable[[], Any]) -> jax.profiler.ProfileData:
 def launches_in(
     data: jax.profiler.ProfileData, *, planes: str = "/device:GPU", lines: str = "Stream"
 ) -> dict[KernelLaunch, list[tuple[float, float]]]:
-    """(start, length) in ns of the events on lines and planes with names that begin so."""
+    """(start, length) in ns of the events on planes and lines whose names start with these."""
     events: dict[KernelLaunch, list[tuple[float, float]]] = defaultdict(list)
     with warnings.catch_warnings():
-        # The first look at an event's stats makes a type, at which Python warns. Where warnings are
-        # errors, jaxlib 0.11.2 ends the process there.
+        # The first access to an event's stats creates a type, for which Python warns. Where
+        # warnings are errors, jaxlib 0.11.2 ends the process there.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in data.planes:
             if plane.name.startswith(planes):

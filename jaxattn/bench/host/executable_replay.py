@@ -1,9 +1,9 @@
 """Replay of the executables of `jaxattn.bench.host.host_overhead`'s rounds without the engine.
 
-An engine reads the prompts of the rounds anew, in the same order, and is stopped there. Its own
-executable goes on from its own state and rows, so nothing is copied. Pages are those of the rounds:
-the scheduler plans each call as it does in a round, and the device is told of all of them first.
-So tokens, lengths, pages and experts are the same, and `host` compares the tokens.
+An engine prefills the prompts of the rounds again, in the same order, and stops. Its own executable
+then continues from its own state and rows, so nothing is copied. The pages are those of the rounds:
+the scheduler plans each call as in a round, and the device gets all pages first. So tokens,
+lengths, pages and experts are the same, and `host` compares the tokens.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from jaxattn.engine.steps.model_steps import round_of
 from jaxattn.engine.steps.token_selection import FinishCode
 
 PROMPT = b"def f("
-BURST = 4  # calls that no queue holds up
-CALLS = 200  # of which the median call is taken, at most
-WARM = 32  # tokens of the last row behind its first that do not count
+BURST = 4  # calls that a queue accepts without blocking
+CALLS = 200  # maximum number of calls for a median
+WARM = 32  # tokens of the last row after its first that do not count
 
 
 def requests(rows: int, steps: int) -> list[Request]:
-    """Of a run. Each prompt is read in a round of its own, and all rows end together or nearly."""
+    """The requests of a run: each prompt takes a round of its own; all rows end almost together."""
     return [
         Request(PROMPT, max_tokens=generated(rows, steps) - place, id=place)
         for place in range(rows)
@@ -36,21 +36,21 @@ def requests(rows: int, steps: int) -> list[Request]:
 
 
 def generated(rows: int, steps: int) -> int:
-    """Tokens of the first row: it goes on until the last to begin has its steps."""
+    """Tokens of the first row, which continues until the last row has run its steps."""
     return 2 * WARM + steps + rows + 8
 
 
 @dataclasses.dataclass(frozen=True)
 class ExecutableTimes:
-    """Seconds of executables that are sent one after another.
+    """Times in seconds of executables that are dispatched one after another.
 
     Attributes:
-        whole: of a step, where none is read before all have run.
-        read: of a step whose tokens are read, as late as the engine reads them.
-        call: of the call that sends one or several, where the queue is short.
-        copy: of asking for a call's tokens, without a wait.
-        take: of reading them once they are on the host.
-        texts: all tokens of each row until the last step that counts.
+        whole: Per step, if no tokens are read until all calls have run.
+        read: Per step, if tokens are read as late as the engine reads them.
+        call: For dispatching one call of one or several steps, while the queue is short.
+        copy: For requesting a call's tokens, without waiting.
+        take: For reading the tokens once they are on the host.
+        texts: All tokens of each row, up to the last counted step.
     """
 
     whole: float
@@ -62,14 +62,15 @@ class ExecutableTimes:
 
 
 class EngineReplay:
-    """An engine's rows as `rounds` has them where it begins to count.
+    """An engine's rows in the state in which `rounds` begins to count.
 
     Args:
-        rows: of the batch; all of it.
-        steps: that count, a multiple of the steps of a call.
+        engine: The engine to take the executable and the state from.
+        rows: The number of rows, which fill the whole batch.
+        steps: The number of counted steps, a multiple of the steps per call.
 
     Attributes:
-        calls: that count.
+        calls: The number of counted calls.
     """
 
     def __init__(self, engine: Engine, rows: int, steps: int):
@@ -77,7 +78,7 @@ class EngineReplay:
         loop, runner, scheduler = engine._loop, engine._runner, engine.scheduler
         assert loop is not None and runner is not None
         self.runner, self.several = runner, engine.limits.round_steps
-        scheduler.drop_rows()  # pools as new ones: pages come in the rounds' order
+        scheduler.drop_rows()  # resets the page pool, so that pages come in the rounds' order
         for request in requests(rows, steps):
             engine.add(request)
         while len(scheduler.rows) < rows or not scheduler.rows[rows - 1].tokens:
@@ -93,7 +94,7 @@ class EngineReplay:
             )
             scheduler.sent(running.moved * planned)
         loop._send_deltas()
-        engine._clear()  # the host's side; the device's rows stay until others come
+        engine._clear()  # only the host's rows; the device keeps its rows until new ones come
         found = round_of(engine.limits, rows, SamplingMode.GREEDY, self.several)
         self._step, self._weights = engine.executables[str(found)], runner.weights
         self._held = runner.state, runner.rows
@@ -101,12 +102,12 @@ class EngineReplay:
         self.tell([self.send() for _ in range(warm)])
 
     def send(self) -> jax.Array:
-        """Sends a call; what it will tell."""
+        """Dispatches a call and returns its future tokens."""
         self._held, told = self._step(self._weights, self._held, self._places)
         return told
 
     def wait(self) -> None:
-        """Until all calls have run."""
+        """Waits until all calls have run."""
         jax.block_until_ready(self._held)
 
     def tell(self, calls: list[jax.Array]) -> None:
@@ -123,15 +124,15 @@ class EngineReplay:
                 text.extend(tokens)
 
     def give_back(self) -> None:
-        """The engine has its state and rows again."""
+        """Returns the state and the rows to the engine."""
         self.wait()
         self.runner.state, self.runner.rows = self._held
 
 
 def queued(engine: Engine, rows: int, steps: int) -> ExecutableTimes:
-    """The executable of a round, on its own, through the calls that `rounds` counts.
+    """Times a round's executable by itself, through the calls that `rounds` counts.
 
-    `call`, `copy` and `take` are medians of `CALLS` calls, or of as many as count.
+    `call`, `copy` and `take` are medians of up to `CALLS` calls.
     """
     whole, texts = _run(EngineReplay(engine, rows, steps))
     read = _read(EngineReplay(engine, rows, steps))
@@ -140,7 +141,7 @@ def queued(engine: Engine, rows: int, steps: int) -> ExecutableTimes:
 
 
 def _run(queue: EngineReplay) -> tuple[float, list[list[int]]]:
-    """(seconds until all calls have run, the texts then)."""
+    """(seconds until all calls have run, all tokens of each row)."""
     start = time.perf_counter()
     told = [queue.send() for _ in range(queue.calls)]
     queue.wait()
@@ -151,7 +152,7 @@ def _run(queue: EngineReplay) -> tuple[float, list[list[int]]]:
 
 
 def _read(queue: EngineReplay) -> float:
-    """Seconds until all calls are read."""
+    """Seconds until the tokens of all calls are read."""
     ahead = ROUNDS_AHEAD if queue.several == 1 else 1
     flights: deque[jax.Array] = deque()
     start = time.perf_counter()
@@ -169,7 +170,7 @@ def _read(queue: EngineReplay) -> float:
 
 
 def _each(queue: EngineReplay) -> tuple[float, float, float]:
-    """Seconds to send a call, to ask for its tokens, and to take them when they have come."""
+    """Seconds to dispatch a call, to request its tokens, and to read them once they arrived."""
     burst = min(BURST, queue.calls)
     sends, copies, takes = [], [], []
     for _ in range(min(CALLS, queue.calls) // burst):

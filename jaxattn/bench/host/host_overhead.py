@@ -1,26 +1,27 @@
-"""`python -m jaxattn.bench host`: what the engine's host side adds to a decode step.
+"""`python -m jaxattn.bench host`: the time that the engine's host code adds to a decode step.
 
-`round ms` is wall time per decode step of `Engine.generate` with callbacks on, once all rows
-decode. `executable ms` is that of the same executable, queued: the same steps of the same rows,
-from prompts that are read anew (executable_replay.py). Nothing is read until all have run. `read
-ms` is that with its tokens read as the engine reads them, and nothing done with them: what JAX
-alone takes. `call us` is what the host takes to send it, where no queue holds it up, `copy us` to
-ask for its tokens, and `take us` to read them once they are there. `exposed us` is the difference
-of the first two: the time per step for which the device waits for its host. Both are run in turn,
-and each column is the median of the runs; `spread us` is the largest exposed time of a run less the
-smallest. `host us` is what the host takes for a step beside its waiting for the device: hidden
-while it is shorter than a step. `same tokens` says whether queue and rounds decoded the same; where
-they did not, their difference says nothing.
+`round ms` is the wall time per decode step of `Engine.generate` with callbacks, once all rows
+decode. `executable ms` is that of the same executable in a queue (executable_replay.py). It runs
+the same steps of the same rows, after another prefill, and reads nothing until all have run. `read
+ms` also reads the tokens when the engine would read them, but does nothing with them: it is the
+time of JAX itself. `call us` is the host time to dispatch a call while the queue is short, `copy
+us` to request its tokens, and `take us` to read them once they have arrived. `exposed us` is `round
+ms` less `executable ms`: the time per step for which the device waits for the host. Both kinds of
+run alternate, and each column is the median of the runs. `spread us` is the largest exposed time of
+a run less the smallest. `host us` is the host's time per step without its waits for the device. It
+is hidden while it is shorter than a step. `same tokens` compares the tokens of queue and rounds: if
+they differ, the times are not comparable.
 
-With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for its
-host, which reads the tokens and fills masks before it samples. `N grammars ms` is wall time per
-step of all rows, `N grammars us` what the host takes of it. The model's vocabulary is made of
-words.
+With --grammars N, N of the rows follow a grammar in further runs. Each of their steps waits for the
+host, which reads the tokens and fills masks before it samples. `N grammars ms` is the wall time per
+step of all rows, and `N grammars us` the host's part of it. The vocabulary of these grammars
+consists of words.
 
-Where a call runs several decode steps (`Limits.steps_per_round`, column `steps`), all of these are
-its time divided by its steps, but `call us`, `copy us` and `take us`, which are of a whole call.
+If a call runs several decode steps (`Limits.steps_per_round`, column `steps`), times are per step,
+except `call us`, `copy us` and `take us`, which are per call.
 
-Without a MODEL it is the embedded one. A MODEL is a shipped configuration, with random weights.
+Without a MODEL, the bench runs the embedded model. A MODEL is a shipped configuration, with random
+weights.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.engine.requests.request import Grammar, Request
-from jaxattn.memory.engine_limits import MOST_STEPS, Limits
+from jaxattn.limits import MOST_STEPS, Limits
 from jaxattn.models import Hybrid, HybridConfig
 from jaxattn.models.checkpoint.native_format import EMBEDDED, load
 from jaxattn.models.interface import Model
@@ -114,7 +115,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 
 def model_of(args: argparse.Namespace) -> tuple[str, Model, Any]:
-    """(its name, the model, its parameters)."""
+    """Returns (name, model, parameters)."""
     if args.small:
         config = HybridConfig(
             vocab_size=256, hidden_size=16, intermediate_size=16, num_repeats=1, gdn_per_repeat=0,
@@ -130,12 +131,12 @@ def model_of(args: argparse.Namespace) -> tuple[str, Model, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class HostTimes:
-    """Seconds per step.
+    """Seconds per step of a run.
 
     Attributes:
-        whole: of a round.
-        waited: of it, while the host waited for tokens.
-        texts: what each row generated.
+        whole: Wall time of a step.
+        waited: The part of it in which the host waited for tokens.
+        texts: The tokens that each row generated.
     """
 
     whole: float
@@ -144,14 +145,17 @@ class HostTimes:
 
 
 def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = ()) -> HostTimes:
-    """Rounds of `generate` in which all rows decode, with callbacks; the first follow grammars."""
+    """Runs `generate` with callbacks and times the steps in which all rows decode.
+
+    The first rows follow `grammars`.
+    """
     first = WARM + 1
     at: dict[int, tuple[float, float]] = {}
     seen = 0
 
     def on_token(request: Request, token: int) -> None:
         nonlocal seen
-        if request.id == rows - 1:  # the last to read its prompt
+        if request.id == rows - 1:  # the row that is prefilled last
             seen += 1
             if seen in (first, first + steps):
                 at[seen] = time.perf_counter(), engine.stats.waited_seconds
@@ -160,7 +164,7 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
         if completion.finish_reason != FinishReason.LENGTH:
             raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
 
-    engine.scheduler.drop_rows()  # pools as new ones: pages come in the queue's order
+    engine.scheduler.drop_rows()  # resets the page pool, so that pages come in the queue's order
     asked = [
         dataclasses.replace(request, grammar=grammar)
         for request, grammar in itertools.zip_longest(requests(rows, steps), grammars)
@@ -172,17 +176,17 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
 
 
 def longest(rows: int, steps: int) -> int:
-    """Tokens of the longest row, in calls of as many steps as they can have."""
+    """Tokens of the longest row if calls have the maximum number of steps."""
     return len(PROMPT) + generated(rows, whole_calls(steps, MOST_STEPS))
 
 
 def whole_calls(steps: int, several: int) -> int:
-    """So many steps or a few more: rounds and queue are timed from a call's end to another's."""
+    """`steps` rounded up to whole calls, because timing starts and ends at the end of a call."""
     return -(-steps // several) * several
 
 
 def differing(run: Sequence[Sequence[int]], alone: Sequence[Sequence[int]]) -> str:
-    """How many tokens of the queue's rows are others in the rounds; "yes" where none is."""
+    """Counts the tokens that differ between a queue's rows and the rounds; "yes" if none does."""
     found = [
         other != token
         for text, own in zip(run, alone, strict=True)
@@ -200,11 +204,11 @@ def measure(
     several: int | None = None,
     grammars: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """A row of the table.
+    """Returns a row of the table.
 
     Args:
-        several: steps of a call; None lets the engine choose.
-        grammars: how many rows follow one, in runs of their own.
+        several: Steps per call; None lets the engine choose.
+        grammars: Numbers of rows that follow a grammar, each in its own runs.
     """
     length = longest(rows, steps)
     limits = Limits(
@@ -255,7 +259,7 @@ def measure(
 
 def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
-    # Read when the backend starts: weights and the caches of 256 rows take most of a GPU.
+    # The backend reads these as it starts: weights and the caches of 256 rows need most of a GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     name, model, params = model_of(args)

@@ -1,4 +1,4 @@
-"""Grammars for the bench of the host that allow words only, in a vocabulary of any size."""
+"""Grammars of words for the bench of the host, with a vocabulary of any size."""
 
 import string
 from collections.abc import Callable, Sequence
@@ -11,17 +11,17 @@ PATTERN = "[a-z ]{100000}"
 
 
 class WordTokenizer(ByteTokenizer):
-    """Bytes, and behind them words of letters: as many tokens as a model has.
+    """A tokenizer of all bytes, followed by words of letters up to the vocabulary size.
 
     Args:
-        vocab_size: of the model, at least 256.
+        vocab_size: The model's vocabulary size, at least 256.
     """
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
 
     def token_bytes(self, id: int) -> bytes:
-        """What a token stands for."""
+        """The bytes of a token."""
         if id < 256:
             return bytes([id])
         word, rest = "", id - 256
@@ -32,14 +32,14 @@ class WordTokenizer(ByteTokenizer):
 
 
 def maker(vocab_size: int) -> Callable[[int], Sequence[Grammar]]:
-    """Makes so many states of the grammar, each of a new text.
+    """Returns a function that makes the given number of grammar states, each at its start.
 
     Raises:
-        ModuleNotFoundError: llguidance is not installed; the extra `server` has it.
+        ModuleNotFoundError: llguidance, of the extra `server`, is not installed.
     """
     import llguidance
 
-    from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
+    from jaxattn.server.decoding.grammars.grammar_matcher import GrammarVocabulary
 
     vocabulary = GrammarVocabulary(WordTokenizer(vocab_size))
     text = llguidance.LLMatcher.grammar_from_regex(PATTERN)

@@ -1,8 +1,8 @@
-"""`python -m jaxattn.bench step`: a scanned decode step beside the sum of its kernels and matmuls.
+"""`python -m jaxattn.bench step`: a scanned decode step, compared with the sum of its parts.
 
-The parts come from a profile of the same executable, and so does the time they are compared with:
-Mosaic kernels over caches and states, small ones beside the products (norms, cache write), matrix
-products, everything else that XLA makes of a layer, and the gaps between them.
+The parts come from a profile of the same executable, and so does the time that they are compared
+with. They are the Mosaic kernels over caches and states, the small kernels around the products
+(norms, cache write), matrix products, everything else that XLA generates, and the gaps.
 """
 
 import sys
@@ -19,15 +19,17 @@ from jaxattn.models import CacheSize, DecodeBatch, DecodeState, Hybrid, HybridCo
 from jaxattn.models.interface import init_state, jit_step, scratch_spec
 
 STEPS = 10
-# Ours, by what their names hold: over caches and states, and around a layer's products.
+# Name parts of our kernels: those over caches and states, and those around a layer's products.
 KERNELS = ("mla_decode", "gdn_decode")
 SMALL_KERNELS = ("mla_append", "rms_norm")
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
 
 
 def models(*, small: bool) -> dict[str, HybridConfig]:
-    """16 layers each: DeepSeek-R1's attention with its dense MLP, and a hybrid with Qwen3.5-397B's
-    delta nets in front of every such attention layer."""
+    """Two models of 16 layers: DeepSeek-R1's attention with its dense MLP, and a hybrid.
+
+    The hybrid has Qwen3.5-397B's delta nets before each such attention layer.
+    """
     if small:
         tiny = HybridConfig(
             vocab_size=256, hidden_size=64, intermediate_size=64, num_repeats=2,
@@ -58,7 +60,7 @@ def batch_of(rows: int, tokens: int) -> DecodeBatch:
 
 
 def measure(*, small: bool, implementation: Implementation | None) -> list[dict]:
-    """A row for each model and context length."""
+    """Returns a row for each model and context length."""
     lengths = (128,) if small else (4096, 16384)
     return [
         _measure(name, config, 4 if small else 64, tokens, implementation)
@@ -114,13 +116,13 @@ def _measure(
 
 
 def copied_in_loop(report: AliasingReport) -> str:
-    """The leaf, a weight too, that a loop copies most of, and how much each time round."""
+    """The leaf (state or weight) of the largest copy inside a loop, and its bytes per iteration."""
     copy = report.largest_copy_in_loop
     return f"{copy.leaf}: {copy.nbytes:,} bytes" if copy else "none"
 
 
 def _random_state(model: Hybrid, batch: DecodeBatch) -> DecodeState:
-    """Random caches and states: zeros time faster than data."""
+    """Random caches and states, because kernels run faster on zeros than on real data."""
     rows, pages = batch.block_tables.shape
     size = CacheSize(pages=rows * pages, slots=rows)
     state = init_state(model, size, scratch_spec(model, rows, max_pages=pages))

@@ -1,14 +1,14 @@
 """`python -m jaxattn.bench dense`: the dense products of a decode step, one by one.
 
-A product runs as a decoder runs it: inside a `lax.scan` over the stack of all layers' weights, with
-the compiler options of a step. The stack is larger than the L2 cache. XLA has it in the layout of
-`nn.Linear`, [L, K, N], and in that of published checkpoints, [L, N, K]. The kernel of
-`ops.linear_layer` has [L, K, N], and that of `ops.linear_fp8_layer` [L, N, K] in FP8. `writes` is
-the largest array that a layer writes beside its result, such as a copy of its weights; `of 3.8
-TB/s` counts the weights alone, in FP8 a byte each.
+Each product runs as in a decoder: inside a `lax.scan` over the stack of all layers' weights, with
+the compiler options of a step. The stack is larger than the L2 cache. XLA multiplies both the
+layout of `nn.Linear`, [L, K, N], and that of published checkpoints, [L, N, K]. The kernel of
+`ops.linear_layer` takes [L, K, N], and that of `ops.linear_fp8_layer` takes [L, N, K] in FP8.
+`writes` is the largest array that a layer writes in addition to its result, such as a copy of its
+weights. `of 3.8 TB/s` counts only the weights, in FP8 one byte each.
 
-`us` is GPU time per layer from a profile, `longest us` that of its longest kernel, and `call us` a
-layer's share of the whole loop.
+`us` is the GPU time per layer from a profile, `longest us` that of the layer's longest kernel, and
+`call us` the time per layer in the whole loop.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jaxattn.models.interface import compiler_options
 from jaxattn.ops.linear.fp8_linear import linear_fp8_layer
 from jaxattn.ops.linear.linear import linear_layer
 
-# (K, N) of each product that decoding reads, by model.
+# (K, N) of each product of a decode step, by model.
 MODELS: dict[str, dict[str, tuple[int, int]]] = {
     "DeepSeek-V2-Lite": {
         "q_proj": (2048, 3072), "kv_a_proj": (2048, 576), "o_proj": (2048, 2048),
@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 SMALL: dict[str, dict[str, tuple[int, int]]] = {"small": {"q_proj": (64, 96), "o_proj": (96, 64)}}
 ROWS = (1, 8, 16, 32, 128)
 WAYS = ("XLA [L, K, N]", "XLA [L, N, K]", "kernel [L, K, N]", "FP8 kernel [L, N, K]")
-GOAL = 3.8e12  # bytes per second that a kernel of our own is measured by on an H200
+GOAL = 3.8e12  # bytes per second on an H200 that our kernels are compared with
 COMPILERS = 8  # threads
 
 
@@ -66,7 +66,7 @@ type Stack = tuple[Any, ...]
 
 
 class LinearCase(NamedTuple):
-    """One product: `tokens` rows by a matrix of a stack, in one of `WAYS`."""
+    """A product of `tokens` rows with a matrix of a stack, computed in one of `WAYS`."""
 
     tokens: int
     inner: int
@@ -75,7 +75,7 @@ class LinearCase(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the matrix, in bfloat16 or FP8. (Its scales are 4 bytes per 16 KiB.)"""
+        """Bytes of the matrix in bfloat16 or FP8, without scales (4 bytes per 16 KiB)."""
         return (1 if self.fp8 else 2) * self.inner * self.outer
 
     @property
@@ -84,12 +84,12 @@ class LinearCase(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """As many as do not fit in L2."""
+        """The number of layers whose matrices together do not fit in L2."""
         return rotation(self.nbytes, most=128)
 
     @property
     def stack(self) -> Stack:
-        """Of matrices: shapes of an array, or of FP8 numbers and their scales."""
+        """The shapes of the stacked matrices: one array, or FP8 numbers and their scales."""
         sides = (self.inner, self.outer)
         shape = (self.layers, *(sides[::-1] if self.way in (WAYS[1], WAYS[3]) else sides))
         if not self.fp8:
@@ -104,7 +104,7 @@ class LinearCase(NamedTuple):
 def products(
     models: dict[str, dict[str, tuple[int, int]]], rows: Sequence[int], ways: Sequence[str]
 ) -> dict[LinearCase, list[str]]:
-    """Each product once, with the names that it has."""
+    """Returns each distinct product with the names of the layers that use it."""
     found: dict[LinearCase, list[str]] = {}
     for model, shapes in models.items():
         for name, (inner, outer) in shapes.items():
@@ -118,11 +118,12 @@ def products(
 def loop(
     x: jax.Array, stack: Stack, *, way: str, implementation: Implementation = "mosaic_gpu"
 ) -> tuple[jax.Array, jax.Array]:
-    """(a number of the last of the stack's products, x); each waits for the one before it.
+    """Returns (a number of the stack's last product, x); each product waits for the previous one.
 
     Args:
-        stack: of matrices, and of their scales if they are FP8.
-        implementation: of the kernel.
+        stack: The stacked matrices, and their scales if they are FP8.
+        way: One of `WAYS`.
+        implementation: The implementation of the kernel.
     """
     contracted = 1 if way == WAYS[1] else 0
     dimensions = (((1,), (contracted,)), ((), ()))
@@ -148,7 +149,7 @@ def loop(
 
 
 def compiled(product: LinearCase) -> jax.stages.Compiled | None:
-    """The loop over a stack, compiled as a step is; None where the kernel refuses."""
+    """The loop over a stack, compiled like a step; None if the kernel refuses the shape."""
     gpu = jax.default_backend() == "gpu"
     chosen: dict[str, Any] = {"way": product.way, "implementation": "mosaic_gpu" if gpu else "xla"}
     options = compiler_options(jax.default_backend())
@@ -167,7 +168,7 @@ def normal(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def measure(product: LinearCase, executable: jax.stages.Compiled) -> dict[str, Any]:
-    """A row of the table."""
+    """Returns a row of the table."""
     held = normal((product.tokens, product.inner))
     stack = tuple(normal(each.shape, each.dtype) for each in product.stack)
 
@@ -200,7 +201,7 @@ def measure(product: LinearCase, executable: jax.stages.Compiled) -> dict[str, A
 
 
 def rows_of(wanted: dict[LinearCase, list[str]]) -> Iterator[dict[str, Any]]:
-    """A row for each product; all are compiled together, a few at a time."""
+    """Yields a row for each product; a thread pool compiles all of them."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         for product, executable in zip(wanted, pool.map(compiled, wanted), strict=True):
             if executable is not None:

@@ -1,9 +1,9 @@
-"""`python -m jaxattn.bench moe`: a mixture of experts, checked and timed in a stack of layers.
+"""`python -m jaxattn.bench moe`: an MoE layer in a stack of layers, checked and timed.
 
-Times are `timing`'s. A call routes random logits and multiplies; call i has layer i of the stack,
-so that no layer's weights are in L2 when their turn comes. Beside the whole, from a profile, the
-time of each kernel; `rest us` is what XLA runs between them. GB/s counts the weights of experts
-that some token chose, once. XLA's ragged product is timed for few tokens.
+Times are those of `timing`. A call routes random logits and multiplies. Call i uses layer i of the
+stack, so L2 does not hold a layer's weights when its turn comes. The table also contains the time
+of each kernel, from a profile; `rest us` is the time of XLA's kernels. GB/s counts the weights of
+each chosen expert once. XLA's ragged product is timed only for few tokens.
 """
 
 import collections
@@ -28,7 +28,7 @@ from jaxattn.moe import Router, mixture_of_experts, route, scratch
 
 @dataclasses.dataclass(frozen=True)
 class MoeShape:
-    """A model's mixture: F, I, its router, and layers of the stack that is timed."""
+    """The shape of a model's MoE layer: F, I, its router, and the layers of the timed stack."""
 
     hidden: int
     expert_size: int
@@ -39,7 +39,7 @@ class MoeShape:
 
     @property
     def number_bytes(self) -> float:
-        """Of a weight; of 4 bits with its scale."""
+        """Bytes per weight; for 4 bits including the scale."""
         if self.form is None:
             return 1 if self.fp8 else 2
         return self.form.tile_bytes / (ROWS * self.form.columns)
@@ -80,8 +80,8 @@ SHAPES: tuple[Shape, ...] = (
 )
 MORE_SHAPES: tuple[Shape, ...] = ()
 SMALL_SHAPES: tuple[Shape, ...] = (("small", 3), ("small-fp8", 9), ("small-int4", 2))
-XLA_TOKENS = 32  # of more, XLA's product takes memory for every expert's share of every token
-CHECKED = 3  # tokens that are checked
+XLA_TOKENS = 32  # for more tokens, XLA's product needs memory for each pair of token and expert
+CHECKED = 3  # number of tokens to check
 KERNELS = {
     "route": ("moe_route",),
     "list": ("moe_list", "moe_count", "moe_place", "moe_permute"),
@@ -97,7 +97,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def weights_of(name: str) -> dict[str, jax.Array]:
-    """A stack of layers of random weights, the last model's kept."""
+    """A stack of layers with random weights; the cache keeps only the last model's."""
     model = MODELS[name]
     features, width, experts = model.hidden, model.expert_size, model.router.experts
     gate_up: tuple[int, ...] = (2 * width, features)
@@ -111,7 +111,7 @@ def weights_of(name: str) -> dict[str, jax.Array]:
                 return quantize(jax.random.normal(key, (experts, *shape)) * scale, model.form)
             if not model.fp8:
                 return jax.random.normal(key, (experts, *shape), jnp.bfloat16) * scale
-            # Bits of numbers below 2, any sign and exponent.
+            # Bits of random numbers below 2, with any sign and exponent.
             bits = jax.random.bits(key, (experts, *shape), jnp.uint8) & 0xBF
             return lax.bitcast_convert_type(bits, FP8)
 
@@ -142,7 +142,7 @@ def inputs(shape: Shape) -> tuple[jax.Array, jax.Array]:
 def mixture(
     shape: Shape, implementation: Implementation | None, config: MoeTileConfig | None = None
 ) -> TimedOp:
-    """Routing and mixture; `config`: the kernels, cut like that."""
+    """Routing and experts as one timed op; `config` selects our kernels and their tiles."""
     model, tokens = MODELS[shape[0]], shape[1]
     bias = jnp.zeros(model.router.experts) if model.router.scores == "sigmoid" else None
     spec = scratch(
@@ -172,20 +172,20 @@ def ids_of(shape: Shape) -> np.ndarray:
 
 
 def counts(shape: Shape) -> tuple[float, float]:
-    """FLOP and bytes of a call."""
+    """The FLOP and the bytes of a call."""
     model, tokens = MODELS[shape[0]], shape[1]
     numbers = 3 * model.hidden * model.expert_size
     used = len(np.unique(ids_of(shape)))
     pairs = tokens * model.router.top_k
     moved = used * numbers * model.number_bytes
-    # Per pair x and h in, h out and y out and in; per token x and the output.
+    # Per pair: x and h read, h written, y written and read. Per token: x and the output.
     moved += pairs * (2 * model.hidden + 4 * model.expert_size + 8 * model.hidden)
     return 2 * pairs * numbers, moved + tokens * 6 * model.hidden
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _exact(name: str, x: jax.Array, ids: jax.Array, shares: jax.Array, weights: Any) -> jax.Array:
-    """A token of layer 0 in float32, what is between the products rounded as the kernels do."""
+    """A token's output in layer 0 in float32; intermediates are rounded as in the kernels."""
     model = MODELS[name]
     gate_up, down = (weights[key][0, ids] for key in ("gate_up", "down"))
     if model.form is None:
@@ -205,10 +205,10 @@ def _exact(name: str, x: jax.Array, ids: jax.Array, shares: jax.Array, weights: 
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """Relative L2 error of some tokens in the first layer, the greatest, against float32.
+    """The largest relative L2 error of some tokens in the first layer, against float32.
 
     Raises:
-        AssertionError: it is off by more than rounding.
+        AssertionError: the error is larger than rounding explains.
     """
     model = MODELS[shape[0]]
     (x, logits), weights = op.operands[0]
@@ -226,7 +226,7 @@ def check(op: TimedOp, shape: Shape) -> float:
 
 
 def parts(op: TimedOp, calls: int = 10) -> dict[str, float]:
-    """us per call of each kernel, and of all that XLA runs beside them; none without a GPU."""
+    """Microseconds per call of each kernel, and of XLA's other work; empty without a GPU."""
     if jax.default_backend() != "gpu":
         return {}
     events = gpu_events(lambda: jax.block_until_ready([op(i) for i in range(calls)][-1]))
@@ -243,7 +243,7 @@ def parts(op: TimedOp, calls: int = 10) -> dict[str, float]:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time, where that is bearable."""
+    """Returns a row of the table; with `xla` also XLA's time, for few tokens."""
     op = mixture(shape, implementation)
     error = check(op, shape)
     time, _ = times = op.times()

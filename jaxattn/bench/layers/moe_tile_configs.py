@@ -1,7 +1,8 @@
-"""`python -m jaxattn.bench moe-cuts`: the kernels of a mixture of experts, cut in several ways.
+"""`python -m jaxattn.bench moe-cuts`: the MoE kernels with several tile configurations.
 
-A row is a model, a number of tokens and how its cut differs from `choose`'s. Times are those of
-`jaxattn.bench.layers.moe`; what they say goes into `jaxattn.kernels.moe.tile_config`.
+A row is a model, a number of tokens and the change to the configuration that `choose` returns.
+Times are those of `jaxattn.bench.layers.moe`. They are the basis of
+`jaxattn.kernels.moe.tile_config`.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from jaxattn.kernels.moe.tile_config import GemmTileConfig, MoeTileConfig, choos
 
 Shape = tuple[str, int, str]  # the model, T, the change
 
-# What is changed of both products, or of `MoeTileConfig.columns`.
+# Changes to the tiles of both products, or to `MoeTileConfig.columns`.
 CHANGES: dict[str, dict[str, Any]] = {
     "as chosen": {},
     "64 rows": {"consumers": 1},
@@ -82,7 +83,7 @@ def cut(shape: Shape) -> MoeTileConfig:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table."""
+    """Returns a row of the table."""
     del implementation, xla
     config = cut(shape)
     op = moe.mixture(shape[:2], None, config)

@@ -1,7 +1,8 @@
-"""A gated delta net layer's decoding between its projections, checked and timed.
+"""Decode of a gated delta net layer between its projections, checked and timed.
 
-Times are `timing`'s. Every call has the same projections and updates the next layer's states; there
-are as many as do not fit in L2. How much a state decays, says timed_decode.py.
+Times are those of `timing`. Every call takes the same projections and updates the states of the
+next layer; there are more states than fit in L2. layer_decode_check.py explains the decay of the
+states.
 """
 
 from functools import partial
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import timed_decode
+from jaxattn.bench.linear_attention import layer_decode_check
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.gdn.layer_decode import gated_delta_net_decode, pack_gdn_weights
 
 DIM = 128
-# Of the recurrence, a token and value head: the decay, k S, the update, q S.
+# FLOP of the recurrence per token and value head: the decay, k S, the update, q S.
 FLOP = DIM * DIM * (1 + 2 + 2 + 2)
 # B, Hk, Hv, S, the state's dtype
 Shape = tuple[int, int, int, int, str]
@@ -43,8 +44,10 @@ def label(shape: Shape) -> dict[str, str]:
 def inputs(
     batch: int, key_heads: int, value_heads: int, tokens: int, dtype: str, decay: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(qkvz, ba, weights, slots), (conv_state, state): as many layers as keep states out of L2.
-    `decay` is a factor on the rates, which at 1 are those that models begin with."""
+    """(qkvz, ba, weights, slots), (conv_state, state), with more layers than fit in L2.
+
+    `decay` is a factor on the decay rates; with 1 they are a model's initial rates.
+    """
     layers = rotation(batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize)
     channels = (2 * key_heads + value_heads) * DIM
     keys = iter(jax.random.split(jax.random.key(0), 9))
@@ -68,25 +71,27 @@ def inputs(
 
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
-    return timed_decode.decode(gated_delta_net_decode, partial(inputs, *shape), implementation)
+    return layer_decode_check.decode(
+        gated_delta_net_decode, partial(inputs, *shape), implementation
+    )
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.delta_net)
+    return layer_decode_check.check(op, partial(inputs, *shape), numpy_reference.delta_net)
 
 
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     batch, _, value_heads, tokens, dtype = shape
     op = decode(shape, implementation)
     error = check(op, shape)
-    # XLA's rounds to bfloat16 after the convolution and the recurrence.
+    # XLA's implementation rounds to bfloat16 after the convolution and the recurrence.
     if not error < 1e-2:
         raise AssertionError(f"gdn decode {shape}: relative error {error} against float64")
     time, _ = times = op.times()
-    del op  # before XLA's pools
+    del op  # frees its pools for XLA's
     beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
     moved = 2 * batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
     return {

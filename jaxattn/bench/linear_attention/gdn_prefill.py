@@ -1,9 +1,10 @@
 """`python -m jaxattn.bench gdn`: chunked gated delta rule prefill, checked and timed.
 
-Times are `timing`'s: `ms` has the small kernels that XLA makes of the plan and the gates too. What
-is profiled takes inputs in turn that do not fit in L2; the loop of `call ms`, like the peers, has
-the same inputs in each call, so that up to some 4,000 tokens of them are read from L2. `weak ms` is
-`ms` with gates `WEAK` times as large: what a kernel saves that skips what strong decay forgets.
+Times are those of `timing`; `ms` includes the small kernels that XLA generates for the plan and the
+gates. Profiled calls take inputs in turn that do not fit in L2. The loop of `call ms` has the same
+inputs in each call, as the baselines do, so up to about 4,000 tokens come from L2. `weak ms` is
+`ms` with gates scaled by `WEAK`: it shows what a kernel gains by skipping the state that strong
+decay forgets.
 """
 
 import functools
@@ -21,7 +22,7 @@ from jaxattn.bench.harness.timing import TimedOp, columns, rotation
 from jaxattn.core.dispatch import Implementation
 
 DIM = 128
-# What the recurrence in chunks of 64 costs a token and value head: K K^T, K S, X W, Q K^T, Q S,
+# FLOP of the recurrence in chunks of 64, per token and value head: K K^T, K S, X W, Q K^T, Q S,
 # P U and K^T U.
 FLOP = 2 * 64 * DIM * 4 + 2 * DIM * DIM * 3
 # Hk, Hv, sequences, tokens of each
@@ -46,8 +47,8 @@ MORE_SHAPES: tuple[Shape, ...] = (
     (16, 16, 1, 32768),
 )
 SMALL_SHAPES: tuple[Shape, ...] = ((1, 2, 2, 70),)
-# Tokens that are checked at a sequence's start and end. A gate is at most log sigmoid(1) = -0.31,
-# so that half as many tokens leave exp(-160) of the state before them: the end needs no more.
+# Tokens to check at a sequence's start and end. A gate is at most log sigmoid(1) = -0.31, so half
+# as many tokens leave exp(-160) of an earlier state. So the end does not need the tokens before it.
 CHECKED = 1024
 WEAK = 0.002
 
@@ -60,8 +61,7 @@ def label(shape: Shape) -> dict[str, str]:
 def inputs(
     key_heads: int, value_heads: int, count: int, length: int, seed: int = 0
 ) -> dict[str, Any]:
-    """Random operands of `count` packed sequences; gates of log sigmoid(uniform), as FLA's tests
-    have them."""
+    """Random operands of `count` packed sequences; gates log sigmoid(uniform) as in FLA's tests."""
     keys = jax.random.split(jax.random.key(seed), 5)
     tokens = count * length
     q, k = (jax.random.normal(keys[i], (1, tokens, key_heads, DIM), jnp.bfloat16) for i in (0, 1))
@@ -92,7 +92,7 @@ def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """`error` of what a call returns."""
+    """The `error` of a call's result."""
     out, final = op(0)
     return error(op.operands[0], out, final, shape)
 
@@ -104,8 +104,12 @@ def error(
     shape: Shape,
     after: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> float:
-    """Relative L2 error of some value heads, the greatest of the first tokens, the last tokens and
-    the last state, against float64; of outputs to which `after` was done, with z of the operands.
+    """The largest relative L2 error of some value heads, against float64.
+
+    It covers the first tokens, the last tokens and the final state.
+
+    Args:
+        after: Applied to the expected outputs and the operand z before the comparison.
     """
     key_heads, value_heads, count, length = shape
     heads = np.unique([0, value_heads // 2, value_heads - 1])
@@ -116,7 +120,10 @@ def error(
     cut = jax.jit(lambda x, at: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x[0], at, few), x))
 
     def compare(first: int) -> tuple[float, np.ndarray]:
-        """Of `few` tokens, of which the first half settles the state unless a sequence begins."""
+        """(error, final state) of `few` tokens from `first`.
+
+        Unless a sequence begins there, the first half only settles the state.
+        """
         tokens = {name: numpy_reference.exact(x) for name, x in cut(arrays, first).items()}
         q, k = (tokens[name][:, key_heads_of] for name in "qk")
         v, g, beta, actual = (tokens[name][:, heads] for name in ("v", "g", "beta", "out"))
@@ -136,7 +143,7 @@ def error(
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     _, value_heads, count, length = shape
     op = prefill(shape, implementation)
     error = check(op, shape)
@@ -145,7 +152,7 @@ def measure(
     time, _ = times = op.times()
     op.operands = [each | {"g": WEAK * each["g"]} for each in op.operands]
     weak = op.time()
-    del op  # before XLA's intermediates
+    del op  # frees memory for XLA's intermediates
     beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),

@@ -1,7 +1,8 @@
 """The last table of `python -m jaxattn.bench gdn`: prefill with the gated norm of its output.
 
-`ms` is the op with its `gate`, which is the projection q | k | v | z as a layer has it; `XLA norm
-ms` the op without it and then `jaxattn.core.numerics.rms_norm.gated_rms_norm`, compiled together.
+`ms` is the op with its `gate`, the projection q | k | v | z in a layer's layout. `XLA norm ms` is
+the op without the gate, followed by `jaxattn.core.numerics.rms_norm.gated_rms_norm` in the same
+executable.
 """
 
 import functools
@@ -39,7 +40,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def inputs(shape: Shape, seed: int) -> dict[str, Any]:
-    """Operands as `gdn_prefill` has them, a projection whose last columns are z, and a weight."""
+    """The operands of gdn_prefill.py, a projection whose last columns are z, and a weight."""
     key_heads, value_heads, count, length = shape
     keys = jax.random.split(jax.random.key(seed + 1000))
     width = 2 * (key_heads + value_heads) * DIM
@@ -51,7 +52,7 @@ def inputs(shape: Shape, seed: int) -> dict[str, Any]:
 
 
 def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool = True) -> TimedOp:
-    """The op with the norm `inside` of it, or behind it."""
+    """The op with the norm `inside` it, or after it."""
     _, value_heads, count, _ = shape
 
     def call(operands, state, _):
@@ -73,13 +74,13 @@ def prefill(shape: Shape, implementation: Implementation | None, *, inside: bool
 
 
 def gate_bytes(shape: Shape) -> int:
-    """Of z, which is read."""
+    """Bytes of z."""
     _, value_heads, count, length = shape
     return count * length * value_heads * DIM * 2
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    """`gdn_prefill.error` against float64, of a norm in float64."""
+    """`gdn_prefill.error` against float64, with the norm in float64."""
     operands, out = op.operands[0], op(0)
     weight = np.asarray(operands["norm_weight"], np.float64)
     z = operands["gate"][..., -shape[1] * DIM :].reshape(out.shape)
@@ -94,7 +95,7 @@ def check(op: TimedOp, shape: Shape) -> float:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time of both."""
+    """Returns a row of the table; with `xla` also XLA's time of both."""
     _, value_heads, count, length = shape
     op = prefill(shape, implementation)
     error = check(op, shape)

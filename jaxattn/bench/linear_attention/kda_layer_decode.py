@@ -1,7 +1,8 @@
-"""Decoding of a Kimi Delta Attention layer between its projections, checked and timed.
+"""Decode of a Kimi Delta Attention layer between its projections, checked and timed.
 
-Times are `timing`'s, and the method is gdn_decode's. `gdn us` is a gated delta net's with as many
-heads, in the same run: a decay per channel adds 128 exponentials per head to it, and no state.
+Times are those of `timing`, by the method of gdn_layer_decode.py. `gdn us` is the time of a gated
+delta net with as many heads, in the same run. KDA adds 128 exponentials per head for its decay per
+channel, but no state.
 """
 
 from functools import partial
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxattn.bench.harness import numpy_reference
 from jaxattn.bench.harness.timing import TimedOp, columns, rotation
-from jaxattn.bench.linear_attention import gdn_layer_decode, timed_decode
+from jaxattn.bench.linear_attention import gdn_layer_decode, layer_decode_check
 from jaxattn.core.dispatch import Implementation
 from jaxattn.ops.kda.layer_decode import kimi_delta_attention_decode, pack_kda_weights
 
@@ -32,8 +33,10 @@ def label(shape: Shape) -> dict[str, str]:
 def inputs(
     batch: int, heads: int, tokens: int, decay: float
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """(qkv, f, b, gate, weights, slots), (conv_state, state): as many layers as keep states out
-    of L2. `decay` is a factor on the rates."""
+    """(qkv, f, b, gate, weights, slots), (conv_state, state), with more layers than fit in L2.
+
+    `decay` is a factor on the decay rates.
+    """
     layers, width = rotation(batch * heads * DIM * DIM * 4), heads * DIM
     keys = iter(jax.random.split(jax.random.key(0), 12))
 
@@ -62,25 +65,27 @@ def inputs(
 
 def decode(shape: Shape, implementation: Implementation | None) -> TimedOp:
     layer = kimi_delta_attention_decode
-    return timed_decode.decode(layer, partial(inputs, *shape), implementation)
+    return layer_decode_check.decode(layer, partial(inputs, *shape), implementation)
 
 
 def check(op: TimedOp, shape: Shape) -> float:
-    return timed_decode.check(op, partial(inputs, *shape), numpy_reference.kimi_delta_attention)
+    return layer_decode_check.check(
+        op, partial(inputs, *shape), numpy_reference.kimi_delta_attention
+    )
 
 
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     batch, heads, tokens = shape
     op = decode(shape, implementation)
     error = check(op, shape)
-    # XLA's rounds to bfloat16 after the convolution and the recurrence.
+    # XLA's implementation rounds to bfloat16 after the convolution and the recurrence.
     if not error < 1e-2:
         raise AssertionError(f"kda decode {shape}: relative error {error} against float64")
     time, _ = times = op.times()
-    del op  # before the pools of the others
+    del op  # frees its pools for those of the next ops
     beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
     of_heads = gdn_layer_decode.decode((batch, heads, heads, tokens, "float32"), implementation)
     return {

@@ -1,7 +1,7 @@
-"""Chunked prefill of Kimi's delta rule, checked and timed by gdn_prefill's method.
+"""Chunked prefill of Kimi's delta rule, checked and timed by the method of gdn_prefill.py.
 
-`gdn ms` is the gated delta rule's with as many heads, in the same run. A decay per channel reads
-log decays of 512 bytes per token and head, where one per head reads 4.
+`gdn ms` is the time of the gated delta rule with as many heads, in the same run. KDA's decay per
+channel reads 512 bytes of log decays per token and head, compared with 4 for one per head.
 """
 
 import functools
@@ -28,7 +28,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def inputs(heads: int, count: int, length: int, seed: int = 0) -> dict[str, Any]:
-    """gdn_prefill's operands with a log decay per channel."""
+    """The operands of gdn_prefill.py, with a log decay per channel."""
     found = gdn_prefill.inputs(heads, heads, count, length, seed)
     drawn = jax.random.uniform(jax.random.key(seed + 99), (*found["g"].shape, DIM))
     return found | {"g": jax.nn.log_sigmoid(drawn)}
@@ -53,14 +53,14 @@ def prefill(shape: Shape, implementation: Implementation | None) -> TimedOp:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also XLA's time."""
+    """Returns a row of the table; with `xla` also XLA's time."""
     heads, count, length = shape
     op, as_gdn = prefill(shape, implementation), (heads, *shape)
     error = gdn_prefill.check(op, as_gdn)
     if not error < 5e-3:
         raise AssertionError(f"kda prefill {shape}: relative L2 {error} against float64")
     time, _ = times = op.times()
-    del op  # before the intermediates of the others
+    del op  # frees memory for the intermediates of the next ops
     beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),

@@ -1,1 +1,1 @@
-"""`python -m jaxattn.bench serve`: load on a server of OpenAI's form, ours or another's."""
+"""`python -m jaxattn.bench serve`: load tests of OpenAI-compatible servers."""

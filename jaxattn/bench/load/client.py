@@ -1,4 +1,4 @@
-"""One streamed request, and when each of its chunks came."""
+"""One streamed request, with the arrival time of each of its chunks."""
 
 import dataclasses
 import json
@@ -15,13 +15,17 @@ DATA, DONE = b"data:", b"[DONE]"
 
 @dataclasses.dataclass
 class RequestOutcome:
-    """What became of a request. Times are of `time.perf_counter`.
+    """The outcome of a request. Times are those of `time.perf_counter`.
 
     Attributes:
-        due: when it should have been sent.
-        chunks: when each chunk with a choice came; the first one is the first token's.
-        prompt, answer: tokens, as the server counts them; else chunks stand for tokens.
-        error: what went wrong, or None.
+        due: The time at which the request should have been sent.
+        sent: The time at which it was sent.
+        ended: The time at which its stream ended.
+        chunks: The arrival times of the chunks with a choice; the first is that of the first token.
+        prompt: The number of prompt tokens, as the server counts them.
+        answer: The number of output tokens, as the server counts them, or else the number of
+            chunks.
+        error: The error message, or None.
     """
 
     due: float
@@ -34,17 +38,17 @@ class RequestOutcome:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token, from when it was due."""
+        """Seconds from `due` to the first token."""
         return self.chunks[0] - self.due
 
     @property
     def whole(self) -> float:
-        """Seconds to the end, from when it was due."""
+        """Seconds from `due` to the end."""
         return self.ended - self.due
 
     @property
     def per_token(self) -> float:
-        """Seconds per token after the first, in the mean: chunks that come together hide none."""
+        """Mean seconds per token after the first, also if several tokens share a chunk."""
         return (self.chunks[-1] - self.chunks[0]) / max(self.answer - 1, 1)
 
     @property
@@ -55,11 +59,13 @@ class RequestOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class ServerClient:
-    """A server that is measured.
+    """A client of the server that is measured.
 
     Attributes:
-        url: of its root, without /v1.
-        chat: requests go to /v1/chat/completions.
+        session: The HTTP session.
+        url: The URL of the server's root, without /v1.
+        model: The name of the model.
+        chat: Whether requests go to /v1/chat/completions rather than /v1/completions.
     """
 
     session: aiohttp.ClientSession

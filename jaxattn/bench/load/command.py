@@ -1,17 +1,18 @@
-"""`python -m jaxattn.bench serve URL|MODEL`: requests to a server, and how long they take.
+"""`python -m jaxattn.bench serve URL|MODEL`: latency and throughput of a server under load.
 
-A URL is that of any server of OpenAI's form. For a MODEL the bench starts our server and, where it
-is installed, vLLM's: one after the other, with default options, random weights and the same
-prompts, which are token ids. vLLM runs first, so that a card that gets warm slows jaxattn down.
+A URL is that of any OpenAI-compatible server. For a MODEL the bench starts our server and, where
+vLLM is installed, vLLM's. They run one after the other, with default options, random weights and
+the same prompts, which are token ids. vLLM runs first, so a GPU that warms up slows jaxattn down.
 MODEL is a shipped configuration, the beginning of its name, or a folder with a config.json.
 
-With --rates requests come at random at each of the rates, whatever the server does, and times count
-from when a request was due. With --concurrency so many run at a time. For a MODEL without either,
-128 run at a time, and then requests come at --shares of the rate that the first server reached.
-TTFT is the time to the first token, ITL that between two chunks, E2E that of the whole answer. A
-step may give several tokens, whose chunks come together: TPOT is the mean time per token after the
-first, of a request. `late` is how late this program sent its requests: where it is not small, the
-program is what was measured.
+With --rates, requests arrive at random at each of the rates, regardless of the server, and times
+count from when a request was due. With --concurrency, that many requests run at a time. For a MODEL
+without either, 128 requests run at a time first. Then requests arrive at --shares of the rate that
+the first server reached.
+TTFT is the time to the first token, ITL the time between two chunks, and E2E the time of the whole
+answer. A step may generate several tokens, whose chunks arrive together. TPOT is a request's mean
+time per token after the first. `late` is the delay with which this program sent its requests: if it
+is not small, the program itself was the bottleneck.
 """
 
 import argparse
@@ -105,14 +106,14 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         check_files(parser, args)
     if args.plot is not None:
         try:
-            require_matplotlib()  # before all the measuring
+            require_matplotlib()  # fail before the measurements
         except BenchPlotError as error:
             parser.error(str(error))
     return args
 
 
 def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Reads the model and its engines; ends with a message where options do not fit them."""
+    """Reads the model and its engines; exits with a message if options do not fit them."""
     for name in ("url", "model", "chat", "plot"):
         if getattr(args, name) not in (None, False):
             parser.error(f"--{name} goes with a URL, and {args.target or '--small'} is a model")
@@ -182,7 +183,7 @@ def _key() -> str | None:
 
 
 def _said(row: dict[str, Any], errors: Sequence[str]) -> None:
-    """Each row as it comes, and the first errors of it."""
+    """Prints each row when it is done, with its first errors."""
     shown = {
         name: round(value, 2) if isinstance(value, float) else value for name, value in row.items()
     }

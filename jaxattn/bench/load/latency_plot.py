@@ -1,4 +1,4 @@
-"""A plot of a load test: times to the first token and between tokens, over throughput."""
+"""A plot of a load test: time to first token and time between tokens, over throughput."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxattn.bench.plots.result_plot import COLOURS, require_matplotlib
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Writes the picture.
+    """Writes the plot to `path`.
 
     Raises:
         BenchPlotError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""A load test: the model, the length of its tokens, a warm-up, then one load after another."""
+"""A load test: finds the model and its characters per token, warms up, then runs each load."""
 
 import dataclasses
 import json
@@ -20,26 +20,32 @@ from jaxattn.bench.load.workload import (
 )
 from jaxattn.bench.load.workload import text as words_of
 
-TEXTS = (40, 180)  # characters of the texts from which the length of a token is found
-TOP_CONCURRENCY = 128  # as many wait in our server before one is refused
+TEXTS = (40, 180)  # characters of the texts that measure the characters per token
+TOP_CONCURRENCY = 128  # our server queues as many requests before it rejects one
 TOP_SHARES = (0.25, 0.5, 0.75, 1.0)  # of the top rate
 OnRow = Callable[[dict[str, Any], Sequence[str]], None]
 
 
 class ServerUnreachable(Exception):
-    """The server does not answer as it should."""
+    """Raised if the server cannot be reached or does not answer as expected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadTest:
-    """What a server is asked for, whichever it is.
+    """The loads for a server, independent of which server it is.
 
     Attributes:
-        loads: one after another.
-        top_first: a first load with `TOP_CONCURRENCY` requests at a time, for the top rate. Without
-            `loads` those of `shares` of the top rate follow.
-        vocab_size: prompts are token ids below it; None makes them texts, of as many tokens as the
-            server's tokenizer finds in them.
+        lengths: The lengths of prompts and answers.
+        loads: The loads, which run one after another.
+        requests: The number of requests per load.
+        warmup: The number of requests before the first load.
+        seed: The seed of lengths, prompts and arrival times.
+        chat: Whether requests are chats rather than completions.
+        top_first: Whether a first load with `TOP_CONCURRENCY` requests at a time finds the top
+            rate. If `loads` is empty, loads at `shares` of the top rate follow.
+        shares: Fractions of the top rate.
+        vocab_size: Prompts are token ids below this number. With None, prompts are texts, with a
+            length in tokens of the server's tokenizer.
     """
 
     lengths: LengthDistribution
@@ -55,14 +61,17 @@ class LoadTest:
     async def run(
         self, url: str, model: str | None, key: str | None, on_row: OnRow
     ) -> dict[str, Any]:
-        """All loads; the facts of the run and its rows.
+        """Runs all loads and returns the facts of the run and its rows.
 
         Args:
-            url: of the server's root, with /v1 or without.
-            model: its name; None takes the first that the server lists.
+            url: The URL of the server's root, with or without /v1.
+            model: The model's name; None takes the first that the server lists.
+            key: The API key, or None.
+            on_row: Called with each row and the errors of its requests.
 
         Raises:
-            ServerUnreachable: the server cannot be asked.
+            ServerUnreachable: the server cannot be reached, lists no model, or fails a first
+                request.
         """
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         connector = aiohttp.TCPConnector(limit=0)
@@ -85,7 +94,8 @@ class LoadTest:
             if self.top_first:
                 loads.insert(0, LoadPattern(concurrency=TOP_CONCURRENCY))
             for place, load in enumerate(loads):
-                # Other prompts for each load: what is in a prefix cache would cost nothing.
+                # Each load has other prompts, because prompts in the prefix cache would cost
+                # nothing.
                 asks = list(self.lengths.asks(self.requests, self.seed, prompt_of, place))
                 outcomes = await load.drive(server, asks, self.seed)
                 rows.append(measured(str(load), outcomes))
@@ -96,7 +106,7 @@ class LoadTest:
 
 
 def top_rates(row: Mapping[str, Any], shares: Sequence[float]) -> list[LoadPattern]:
-    """Shares of a server's top rate, from a load of many at a time; none if all of them failed."""
+    """Loads at shares of a server's top rate, from the row of a closed loop; none if all failed."""
     top = row.get("req/s", 0.0)
     return [LoadPattern(rate=float(f"{share * top:.3g}")) for share in shares if top]
 
@@ -114,14 +124,14 @@ async def _model(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _characters(server: ServerClient) -> float:
-    """Characters of a token, from what the server counts in a short and in a longer text."""
+    """Characters per token, from the server's token counts of a short and a longer text."""
     luck, lengths, tokens = random.Random(0), [], []
     for characters in TEXTS:
         words = words_of(luck, characters)
         outcome = _checked(await server.ask(LoadRequest(words, 0, 1), time.perf_counter()))
         lengths.append(len(words))
         tokens.append(outcome.prompt)
-    more = tokens[1] - tokens[0]  # what a chat's template adds is in both
+    more = tokens[1] - tokens[0]  # the difference cancels the tokens of a chat template
     return (lengths[1] - lengths[0]) / more if more > 0 else 4.0
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a load test: throughput, and percentiles of latencies, from requests' outcomes."""
+"""Metrics of a load test: throughput and latency percentiles, from the outcomes of requests."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that is not below `percent` of all; NaN of none."""
+    """The smallest value that is at least as large as `percent`% of all; NaN without values."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -18,10 +18,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def measured(load: str, outcomes: Sequence[RequestOutcome]) -> dict[str, Any]:
-    """A row: requests, tokens per second, and milliseconds.
+    """A row with the throughput in requests and tokens per second, and latencies in milliseconds.
 
-    Those are to the first token, between chunks, per token after the first, and in all. Failed
-    requests count as failed alone.
+    The latencies are those of `bench serve`. Failed requests enter only the number of failed
+    requests and the lateness.
     """
     good = [each for each in outcomes if each.error is None]
     begun = min((each.due for each in outcomes), default=0.0)

@@ -1,9 +1,10 @@
-"""Serves random weights in the shapes of a shipped configuration or a folder; texts mean nothing.
+"""A server with random weights in the shapes of a shipped configuration or a folder.
 
     python -m jaxattn.bench.load.random_server deepseek-v2-lite --port 8000
 
-All but the first argument are options of `python -m jaxattn.serve`. Where a folder has a tokenizer,
-texts are its tokens. Otherwise tokens are bytes, so a prompt has as many tokens as characters.
+All arguments except the first are options of `python -m jaxattn.serve`. If the folder has a
+tokenizer, the server uses it. Otherwise tokens are bytes, so a prompt has as many tokens as bytes.
+Answers are meaningless.
 """
 
 import json
@@ -30,7 +31,7 @@ from jaxattn.text.hub_tokenizer import JSON
 
 
 class RandomWeights:
-    """Weights that are drawn on the device."""
+    """Random weights that are drawn on the device."""
 
     def place(self, on_progress: Any, *, model: Any, group: Any) -> Any:
         if group is not None:
@@ -39,7 +40,7 @@ class RandomWeights:
 
 
 class ConfigSource(ModelSource):
-    """A model of which there is config.json, and perhaps a tokenizer."""
+    """A model with a config.json, with or without a tokenizer, and without weights."""
 
     def tokenizer(self) -> text.Tokenizer:
         if (self.folder.path / JSON).exists():
@@ -64,7 +65,7 @@ def main() -> int:
 
 
 def serve(folder: Path, arguments: list[str], stages: StageTimings) -> int:
-    """Serves a folder with a config.json; returns as `http_server.serve` does."""
+    """Serves a folder with a config.json; returns the exit code of `http_server.serve`."""
     options = parser().parse_args(["--model", str(folder), *arguments])
     chosen = ConfigSource(folder=choose(options).folder)
     platform = choose_device(options.device, options.implementation, share_of_device(options))

@@ -1,4 +1,4 @@
-"""One load test of our server and of vLLM's, one after the other, and both side by side."""
+"""The same load test for our server and vLLM's, one after the other, and their comparison."""
 
 import argparse
 import asyncio
@@ -32,10 +32,11 @@ def run(
 ) -> int:
     """Measures the engines of `args.choice`; returns 1 if a request failed, else 0.
 
-    The rates that the first engine gets are those of the second: the top rate is the first's.
+    The second engine gets the same rates as the first, which are shares of the first engine's top
+    rate.
 
     Raises:
-        ServerStartError: a server did not start; what was measured before is stored.
+        ServerStartError: a server did not start; the results of an earlier server are stored.
         ServerUnreachable: a server does not answer as it should.
     """
     choice: EngineChoice = args.choice
@@ -72,7 +73,7 @@ def run(
 
 
 def measures(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What of the rows of a load test is compared, one value each."""
+    """The values of a load test's rows that are compared, one per row of the result."""
     return [
         {
             "what": f"{row['load']}, {column.rpartition(' ')[0]}",

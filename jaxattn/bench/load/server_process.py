@@ -1,4 +1,4 @@
-"""A server that the bench starts, with its default options, and ends."""
+"""Starting and stopping a server with its default options for a bench."""
 
 import contextlib
 import socket
@@ -14,23 +14,23 @@ from typing import IO, Any
 from jaxattn.bench.harness.speedup_report import OURS
 from jaxattn.bench.harness.subprocess_group import child_process
 
-LAST_LINES = 20  # of the output of a server that does not start
+LAST_LINES = 20  # of a server's output, shown if it does not start
 
 
 class ServerStartError(Exception):
-    """A server ended before it was ready, or was not ready in time."""
+    """Raised if a server ended before it was ready, or was not ready in time."""
 
 
 def command(
     engine: str, folder: Path, port: int, peer_options: Mapping[str, Any]
 ) -> tuple[Sequence[str], Mapping[str, str]]:
-    """(the command of an engine's server, what its environment has beside)."""
+    """(the command of an engine's server, additional environment variables)."""
     if engine == OURS:
         ours = [sys.executable, "-m", "jaxattn.bench.load.random_server", str(folder)]
         return [*ours, "--port", str(port)], {}
-    from jaxattn.bench.baselines import vllm_engine
+    from jaxattn.bench.baselines import vllm_engine, vllm_server
 
-    return vllm_engine.server_command(folder, port, peer_options), vllm_engine.ENVIRONMENT
+    return vllm_server.server_command(folder, port, peer_options), vllm_engine.ENVIRONMENT
 
 
 @contextlib.contextmanager
@@ -42,14 +42,19 @@ def started(
     environment: Mapping[str, str],
     limit: float,
 ) -> Iterator[tuple[str, float]]:
-    """(address, seconds to the start) of a server of random weights, which ends with the context.
+    """Starts a server with random weights, which ends with the context.
 
     Args:
-        folder: of `dummy_checkpoint`; its name is the model's.
-        limit: seconds that the start may take.
+        folder: A folder of `config_folder`, whose name is the model's name.
+        peer_options: Additional options of vLLM.
+        environment: Additional environment variables.
+        limit: Maximum number of seconds until the server is ready.
+
+    Yields:
+        (URL, seconds until the server was ready).
 
     Raises:
-        ServerStartError: it did not start.
+        ServerStartError: the server did not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -78,17 +83,17 @@ def started(
 
 
 def _prepare(engine: str, url: str) -> None:
-    """Gives a peer's server weights of ordinary size."""
-    from jaxattn.bench.baselines import vllm_engine
+    """Scales the random weights of a baseline's server to ordinary size."""
+    from jaxattn.bench.baselines import vllm_server
 
     try:
-        vllm_engine.prepare_server(url)
+        vllm_server.prepare_server(url)
     except OSError as error:
         raise ServerStartError(f"{engine}'s server did not change its weights: {error}") from error
 
 
 def _said(log: IO[str]) -> str:
-    """The last lines of a server's output, for a message."""
+    """The last lines of a server's output, for an error message."""
     log.seek(0)
     lines = log.read().splitlines()[-LAST_LINES:]
     return "".join(f"\n  {line}" for line in lines)
@@ -98,5 +103,5 @@ def _healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
             return bool(response.status == 200)
-    except OSError:  # 503 too, while it starts
+    except OSError:  # includes status 503 while the server starts
         return False

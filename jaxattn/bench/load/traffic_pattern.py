@@ -1,8 +1,8 @@
 """Arrivals of requests: at given times, or with a fixed number in flight.
 
-An open loop shows what users meet: requests come at random (a Poisson process), and their times
-count from when they were due. A closed loop shows what a server can do: the next request is sent
-when one has ended.
+An open loop shows the latency that users see: requests arrive at random (a Poisson process), and
+times count from when a request was due. A closed loop shows the capacity of a server: it sends the
+next request when one has ended.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from jaxattn.bench.load.workload import LoadRequest
 
 @dataclasses.dataclass(frozen=True)
 class LoadPattern:
-    """One of the two.
+    """An open or a closed loop; exactly one attribute is set.
 
     Attributes:
-        rate: requests per second, of an open loop.
-        concurrency: requests at a time, of a closed one.
+        rate: Requests per second of an open loop.
+        concurrency: Requests in flight of a closed loop.
     """
 
     rate: float | None = None
@@ -33,7 +33,7 @@ class LoadPattern:
     async def drive(
         self, server: ServerClient, asks: Sequence[LoadRequest], seed: int
     ) -> list[RequestOutcome]:
-        """The outcomes, in the order of the requests."""
+        """Sends the requests and returns their outcomes in the same order."""
         if self.rate is not None:
             return await _open(server, asks, self.rate, seed)
         assert self.concurrency is not None

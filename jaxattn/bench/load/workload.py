@@ -1,8 +1,8 @@
 """Requests of a load test, with lengths of prompts and answers drawn from a seed.
 
-The lengths of chats in ShareGPT are spread over two orders of magnitude: many short prompts, a long
-tail, and answers that are longer than their prompts in the middle. Two log-normal distributions
-with the medians and spreads below have that shape; no data set is fetched.
+The lengths of ShareGPT chats spread over two orders of magnitude: there are many short prompts and
+a long tail, and the median answer is longer than the median prompt. Two log-normal distributions
+with the medians and spreads below have that shape. The module needs no data set.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ WORDS = (
 ).split()
 
 
-# A prompt of so many tokens.
+# Makes a prompt of the given number of tokens.
 type PromptMaker = Callable[[random.Random, int], str | list[int]]
 
 
@@ -30,8 +30,9 @@ class LoadRequest:
     """One request.
 
     Attributes:
-        prompt: a text of about `tokens` tokens, or token ids.
-        answer: tokens to generate, exactly.
+        prompt: A text of about `tokens` tokens, or token ids.
+        tokens: The number of prompt tokens.
+        answer: The exact number of tokens to generate.
     """
 
     prompt: str | list[int]
@@ -41,14 +42,14 @@ class LoadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class LengthDistribution:
-    """Tokens of prompts and answers; None draws them as ShareGPT has them."""
+    """Lengths of prompts and answers in tokens; None draws them like ShareGPT's, up to `most`."""
 
     prompt: int | None = None
     answer: int | None = None
     most: int = MOST
 
     def lengths(self, count: int, seed: int) -> Iterator[tuple[int, int]]:
-        """(tokens of a prompt, tokens of its answer), the same for the same seed."""
+        """Yields (prompt tokens, answer tokens); the same seed gives the same lengths."""
         luck = random.Random(seed)
         for _ in range(count):
             tokens = self.prompt or drawn(luck, *PROMPT, self.most)
@@ -57,29 +58,29 @@ class LengthDistribution:
     def asks(
         self, count: int, seed: int, prompt_of: PromptMaker, draw: int = 0
     ) -> Iterator[LoadRequest]:
-        """Requests that are the same for the same seed; each `draw` has other prompts."""
+        """Yields requests that depend only on `seed` and `draw`, which selects the prompts."""
         luck = random.Random(f"{seed} {draw}")
         for tokens, answer in self.lengths(count, seed):
             yield LoadRequest(prompt_of(luck, tokens), tokens, answer)
 
 
 def drawn(luck: random.Random, median: float, spread: float, most: int) -> int:
-    """A number of tokens."""
+    """A length in tokens from a log-normal distribution, clipped to LEAST and `most`."""
     return min(max(round(luck.lognormvariate(math.log(median), spread)), LEAST), most)
 
 
 def texts(characters: float) -> PromptMaker:
-    """Texts, of a tokenizer whose tokens have so many characters."""
+    """Makes texts for a tokenizer with this many characters per token."""
     return lambda luck, tokens: text(luck, round(tokens * characters))
 
 
 def token_ids(vocab_size: int) -> PromptMaker:
-    """Token ids: a prompt has exactly as many as are asked for."""
+    """Makes prompts of exactly the requested number of random token ids."""
     return lambda luck, tokens: [luck.randrange(vocab_size) for _ in range(tokens)]
 
 
 def text(luck: random.Random, characters: int) -> str:
-    """Words of about so many characters in all, at least one."""
+    """Random words, cut to `characters` characters."""
     found = [luck.choice(WORDS)]
     length = len(found[0])
     while length < characters:

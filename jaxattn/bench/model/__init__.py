@@ -1,1 +1,1 @@
-"""`python -m jaxattn.bench model NAME`: a whole model's steps beside the roof of their bytes."""
+"""`python -m jaxattn.bench model NAME`: a whole model's steps, compared with their roofline."""

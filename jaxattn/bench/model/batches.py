@@ -1,7 +1,7 @@
-"""The batches of a run: tables, lengths and tokens as the engine has them, on the device.
+"""The batches of a run on the device: block tables, lengths and tokens in the engine's format.
 
-All batches of a run share one pool of pages. Row b has the same pages in every batch, so a batch
-of fewer rows is the beginning of the largest.
+All batches of a run share one page pool. Row b has the same pages in every batch, so a smaller
+batch consists of the first rows of the largest.
 """
 
 import dataclasses
@@ -11,21 +11,21 @@ import jax
 import numpy as np
 
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.engine_limits import LINE_TOKENS
+from jaxattn.limits import LINE_TOKENS
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchBatches:
-    """What a run decodes and reads.
+    """The decode and prefill batches of a run.
 
     Attributes:
-        rows: of each decode step.
-        context: tokens of each row, the new one included.
-        prompt: tokens that prefill reads, of one row; 0 for no prefill.
-        vocab: tokens are drawn below it.
-        seed: of tables and tokens.
+        rows: The numbers of rows of the decode steps.
+        context: The number of tokens per row, including the new one.
+        prompt: The number of prompt tokens to prefill in one row; 0 for no prefill.
+        vocab: The vocabulary size; random tokens are below it.
+        seed: The seed of block tables and tokens.
     """
 
     rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class BenchBatches:
 
     @property
     def width(self) -> int:
-        """M: pages of the longest row, as an engine for both has it."""
+        """M, the width of the block tables: the pages of the longest row, in decode or prefill."""
         return max(self.pages_per_row, -(-self.prompt // PAGE_SIZE))
 
     @property
@@ -68,8 +68,10 @@ class BenchBatches:
         return jax.device_put(batch)
 
     def chunks(self, chunk: int) -> list[Any]:
-        """The batches that read the prompt, `chunk` tokens at a time, in lines as an engine packs
-        them; the last may be shorter."""
+        """The batches that prefill the prompt by `chunk` tokens, in lines like the engine's.
+
+        The last batch may have fewer tokens.
+        """
         drawn = np.random.default_rng((self.seed, 0)).integers(self.vocab, size=self.prompt)
         tables = self._pages(self.width)[None]
         batches = []

@@ -1,8 +1,8 @@
 """`python -m jaxattn.bench model NAME`: decode and prefill of a whole model with random weights.
 
-NAME is a shipped configuration (`python -m jaxattn.plan --help` names them) or a folder with a
-config.json. Every decode step stands beside its roof: the bytes it has to move, at the rate that
-kernels reach on this card. Experts are counted in the same run, in a pass that is not timed.
+NAME is a shipped configuration (`python -m jaxattn.plan --help` lists them) or a folder with a
+config.json. The bench compares each decode step with its roofline: the bytes that the step has to
+move, at the rate that kernels reach on this GPU. A separate untimed pass counts the experts.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from jaxattn.bench.model.op_categories import OpCategory
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.model.steps import ModelSteps, OutOfMemoryError, attempt, check_room, peak_bytes
 from jaxattn.bench.plots import result_plot
-from jaxattn.cli.options.parser import ProseHelpFormatter, add_dense
+from jaxattn.cli.options.model_options import add_dense
+from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.memory.plan import nbytes
@@ -86,7 +87,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     try:
         args.name, _, args.model = find(args.name, args.dense)
         if args.plot:
-            result_plot.require_matplotlib()  # before all the measuring
+            result_plot.require_matplotlib()  # fail before the measurements
     except (UnknownModelError, result_plot.BenchPlotError) as error:
         parser.error(str(error))
     longest = max(args.context, args.prompt)
@@ -105,7 +106,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 def main(argv: Sequence[str], program: str) -> int:
     args = parse(argv, program)
-    # Read when the backend starts.
+    # The backend reads these as it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     result: dict[str, Any] = {
@@ -129,7 +130,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def ceilings() -> dict[str, float]:
-    """Rates of this run, beside weights that leave little room; a CPU gets sizes that are quick."""
+    """Peak rates of this run, with sizes that fit next to the weights, or small ones on a CPU."""
     gpu = jax.default_backend() == "gpu"
     return {
         "copy_GB_s": copy_bandwidth(2**28 if gpu else 2**20) / 1e9,
@@ -138,7 +139,7 @@ def ceilings() -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Fills in rows and kinds, and stores what there is after each step."""
+    """Fills in the rows and the time by kind of op, and stores the result after each step."""
     model: DecoderModel = args.model
     rows = BenchBatches(
         rows=tuple(args.rows), context=args.context, prompt=args.prompt,
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace, result: dict[str, Any]) -> None:
 
 
 def weights(model: DecoderModel, result: dict[str, Any]) -> Any:
-    """The parameters; how long they took and what they took at most are facts of the run."""
+    """Returns the parameters; adds their size, time and peak memory to `result`."""
     begin = time.perf_counter()
     params = jax.block_until_ready(random_params(model, seed=result["seed"]))
     result["weights_GB"] = nbytes(params) / 1e9
@@ -182,7 +183,7 @@ def weights(model: DecoderModel, result: dict[str, Any]) -> Any:
 def add(
     result: dict[str, Any], name: str, row: dict[str, Any], kinds: Sequence[OpCategory]
 ) -> None:
-    """A row, and its kinds under its name."""
+    """Adds a row, and its time by kind of op under its name."""
     result["rows"].append(row)
     result["kinds"][name] = [_line(kind, result) for kind in kinds]
     say(f"{name} {row}")
@@ -206,7 +207,7 @@ def say(line: str) -> None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """The tables of a run."""
+    """Prints the tables of a run."""
     facts = {key: value for key, value in result.items() if key not in ("rows", "kinds", "touched")}
     print(json.dumps(facts))
     title = f"{result['model']} on {result['device']}, roof at {result['roof_GB_s']:,.0f} GB/s"
@@ -225,7 +226,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def shown(row: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """A row's columns, with its share of the matmul rate."""
+    """A row's columns, with its fraction of the matmul rate."""
     kept = {k: v for k, v in row.items() if k not in ("step", "writes")}
     if "TFLOP/s" in row:
         kept["of matmul"] = f"{row['TFLOP/s'] / result['matmul_TFLOP_s']:.1%}"

@@ -1,7 +1,7 @@
-"""Counts of the experts that a decode step touches, from a pass of its own that is not timed.
+"""Counts of the distinct experts that a decode step uses, from a separate pass that is not timed.
 
-The model is built a second time from blocks that do the same and tell a listener what their routers
-chose. It takes the same parameters and the same state.
+The module rebuilds the model from blocks that compute the same and report the choices of their
+routers. The rebuilt model takes the same parameters and the same state.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxattn.nn import MixtureOfExperts
 
 
 class ExpertChoices:
-    """The experts that were chosen, int32 [T, K] for each layer with experts."""
+    """A recorder of the chosen experts: int32 [T, K] per call of an MoE layer."""
 
     def __init__(self) -> None:
         self.seen: list[np.ndarray] = []
@@ -32,7 +32,7 @@ class ExpertChoices:
 
 
 class RecordingExperts(MixtureOfExperts):
-    """The module, which tells `choices` of each call's experts."""
+    """A `MixtureOfExperts` that reports each call's experts to `choices`."""
 
     choices: ExpertChoices
 
@@ -43,20 +43,20 @@ class RecordingExperts(MixtureOfExperts):
         return self._told(super().open(tokens, *args, **options))
 
     def _told(self, found: Any) -> Any:
-        """What was found, of which the experts are the first."""
+        """Returns `found`, whose first item holds the expert ids, after reporting these."""
         jax.debug.callback(self.choices, found[0][:, : self.config.top_k])
         return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordingMoE(MoE):
-    """The block, built of watched experts."""
+    """An `MoE` block that builds `RecordingExperts`."""
 
     choices: ExpertChoices
 
     def build(self, stream: Stream, rngs: nnx.Rngs) -> MixtureOfExperts:
         module = super().build(stream, rngs)
-        module.__class__ = RecordingExperts  # whatever arguments the block builds it with
+        module.__class__ = RecordingExperts  # independent of the arguments that the block passes
         module.choices = self.choices  # type: ignore[attr-defined]
         return module
 
@@ -66,7 +66,7 @@ def moe_layers(model: DecoderModel) -> int:
 
 
 def watched(model: DecoderModel, choices: ExpertChoices) -> DecoderModel:
-    """The same model with watched experts; its parameters have the same shapes."""
+    """The same model with recording experts; its parameters have the same shapes."""
 
     def block(each: Block) -> Block:
         if not isinstance(each.feed_forward, MoE):
@@ -88,16 +88,16 @@ def distinct(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[dict[int, list[int]], DecodeState]:
-    """Distinct experts of each layer and batch by the number of rows, and the state.
+    """Returns the distinct experts per layer and batch, by number of rows, and the state.
 
-    A row's experts depend on this row alone, so one pass with the most rows counts all.
+    A row's experts do not depend on other rows, so one pass with the most rows gives all counts.
 
     Args:
-        batches: `DecodeBatch`es of `max(rows)` rows, one for each step that is counted.
-        rows: how many of the first rows are counted.
+        batches: `DecodeBatch`es of `max(rows)` rows, one for each counted step.
+        rows: Numbers of rows; each count covers that many first rows.
 
     Raises:
-        RuntimeError: the steps called the experts in another way than `RecordingExperts` watches.
+        RuntimeError: the steps called the experts in a way that `RecordingExperts` does not record.
     """
     layers = moe_layers(model)
     if not layers:
@@ -122,7 +122,7 @@ def _distinct(seen: Sequence[np.ndarray], rows: int) -> Iterator[int]:
 
 
 def expected(model: DecoderModel, rows: int) -> float:
-    """Distinct experts of a layer if all were equally likely: E (1 - (1 - K / E)^rows)."""
+    """Expected distinct experts of a layer under uniform routing: E (1 - (1 - K / E)^rows)."""
     kinds = [b.feed_forward for b in model.spec.blocks if isinstance(b.feed_forward, MoE)]
     if not kinds:
         return 0.0

@@ -1,4 +1,4 @@
-"""The model that a name stands for: a shipped configuration, or a folder with a config.json."""
+"""Lookup of a model by name: a shipped configuration, or a folder with a config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,20 @@ from jaxattn.models.registry import WeightsFormat, read_model
 
 
 class UnknownModelError(ValueError):
-    """No model has this name, or it cannot be run; the message says which can."""
+    """Raised if no model has this name or it cannot run; the message lists the valid names."""
 
 
 def find(name: str, dense: WeightsFormat | None = None) -> tuple[str, dict[str, Any], DecoderModel]:
-    """(name, the fields of its config.json, the model).
+    """Returns (name, the fields of config.json, the model).
 
     Args:
-        name: of a shipped configuration, or the beginning of one name alone (case does not
-            matter), or a folder.
-        dense: what matrices beside experts are kept in, see `jaxattn.models.load`.
+        name: A shipped configuration's name or an unambiguous beginning of it, in any case, or the
+            path of a folder.
+        dense: The format of the matrices outside the experts; see `jaxattn.models.load`.
 
     Raises:
-        UnknownModelError: there is none, or its family or a field of it is not implemented.
+        UnknownModelError: there is no such model, or its family or one of its fields is not
+            implemented.
     """
     shipped = {each.lower(): each for each in model_resolver.NAMES}
     begin = [each for each in shipped if each.startswith(name.lower())]

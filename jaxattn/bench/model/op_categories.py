@@ -1,7 +1,7 @@
 """The time of a step by category of op.
 
-A kernel's kind is in its name where it is ours. What XLA made is looked up in the compiled step:
-the scopes, and the functions of this package that its instruction came from.
+The name of one of our kernels determines its category. For an instruction that XLA generated, the
+compiled step records the scopes and the functions of this package that it came from.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxattn.bench.harness.timing import KernelLaunch, KernelTimes
 KINDS = (
     "attention", "experts", "router", "dense products", "norms", "sampling", "copies", "other",
 )  # fmt: skip
-# The first that fits decides. Of kernels, what their names hold:
+# The first match decides. Substrings of kernel names:
 BY_KERNEL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("mla_", "gdn_", "gqa_", "kda_", "flash", "attention")),
     ("router", ("moe_route", "topk", "top_k")),
@@ -25,7 +25,7 @@ BY_KERNEL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("dense products", ("linear",)),
     ("copies", ("memcpy", "memset", "copy", "dynamic_slice", "dynamic_update_slice")),
 )
-# Of instructions, what their scopes and functions hold:
+# Substrings of an instruction's scopes and functions:
 BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("sampling", ("/sample/",)),
     ("router", ("top_k", " route ", "/router_logits/")),
@@ -37,16 +37,19 @@ BY_ORIGIN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("mla_", "gqa_", "gdn_", "decode_schedule", "decode_rotation")),
 )
 MATMULS = ("gemm", "cutlass", "cublas", "nvjet", "xmma", "dot")
-ROUTER = "MixtureOfExperts."  # its methods multiply by the router's matrix themselves
+ROUTER = "MixtureOfExperts."  # methods that multiply by the router's matrix themselves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpCategory:
-    """A line of the table, per call.
+    """A row of the table, per call.
 
     Attributes:
-        nbytes: that it has to move; 0 where nothing is counted.
-        kernels: the most expensive, (name, origin, seconds), longest first.
+        name: The category, one of `KINDS`.
+        seconds: GPU time.
+        launches: Kernel launches.
+        nbytes: The bytes that the category has to move; 0 if they are not counted.
+        kernels: The 8 most expensive kernels as (name, origin, seconds), longest first.
     """
 
     name: str
@@ -61,10 +64,12 @@ def by_kind(
     compiled: jax.stages.Compiled,
     moved: Mapping[str, int],
 ) -> list[OpCategory]:
-    """The kinds that took time, in the order of `KINDS`.
+    """Returns the categories that took time, in the order of `KINDS`.
 
     Args:
-        moved: bytes that a kind has to move.
+        spent: The time of each launch.
+        compiled: The compiled step.
+        moved: The bytes that each category has to move.
     """
     origins = origins_of(compiled.as_text() or "")
     found: dict[str, list[tuple[str, str, KernelTimes]]] = {}
@@ -86,7 +91,7 @@ def _kind(name: str, parts: Iterable[tuple[str, str, KernelTimes]], nbytes: int)
 
 
 def kind_of(kernel: str, origin: str) -> str:
-    """The kind of a kernel by its name and its instruction's origin, "" if that is unknown."""
+    """The category of a kernel, by its name and its instruction's origin ("" if unknown)."""
     for kind, words in BY_KERNEL:
         if any(word in kernel.lower() for word in words):
             return kind
@@ -99,19 +104,21 @@ def kind_of(kernel: str, origin: str) -> str:
 
 
 def _innermost(origin: str) -> str:
-    """The function that an instruction came from."""
+    """The innermost function that an instruction came from."""
     return origin.split(" ")[-2] if " " in origin.strip() else ""
 
 
 def plain(name: str) -> str:
-    """An instruction's name as its kernel has it."""
+    """An instruction's name in the spelling of kernel names."""
     return re.sub(r"[.\-]", "_", name)
 
 
 def origins_of(text: str) -> dict[str, str]:
-    """For each instruction of an optimised HLO module, by its kernel's name, "scopes functions ".
+    """Maps each kernel name to the origin of its instruction, "scopes functions ".
 
-    The functions are those that called each other when it was traced, the outermost first.
+    Args:
+        text: The text of an optimised HLO module. The functions are the call stack when the
+            instruction was traced, outermost first.
     """
     functions, module = _functions(text), HloModule(text)
 
@@ -121,7 +128,7 @@ def origins_of(text: str) -> dict[str, str]:
         return f"{instruction.op_name} {' '.join(called)} " if instruction.op_name else ""
 
     def within(instruction: HloInstruction) -> str:
-        """Of a fusion that says nothing itself, such as a product with its slice of a stack."""
+        """The origin of a fusion without its own, such as a product with a slice of a stack."""
         inner = [
             i for name in instruction.called for i in module.computations.get(name, {}).values()
         ]
@@ -134,7 +141,7 @@ def origins_of(text: str) -> dict[str, str]:
 
 
 def _functions(text: str) -> dict[str, tuple[str, ...]]:
-    """The functions of each stack frame, outermost first, from the tables before the module."""
+    """The call stack of each stack frame, outermost first, from the tables before the module."""
     tables: dict[str, dict[str, str]] = {}
     entries: dict[str, str] = {}
     for line in text.splitlines():
@@ -146,7 +153,7 @@ def _functions(text: str) -> dict[str, tuple[str, ...]]:
             break
     frames = tables.get("StackFrames", {})
     parents = {frame: _number(entry, "parent_frame_id") for frame, entry in frames.items()}
-    # Where a frame would be its own parent, 1 stands for no parent and n for the frame n - 1.
+    # If some frame is listed as its own parent, ids are shifted: 1 means no parent, n frame n - 1.
     shift = any(frame == parent for frame, parent in parents.items())
     found: dict[str, tuple[str, ...]] = {}
     for frame, entry in frames.items():

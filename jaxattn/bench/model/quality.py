@@ -31,7 +31,7 @@ from jaxattn.models.loading.loader import ModelFolder
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.text import Tokenizer
 
-Z = 1.96  # of an interval of 95%
+Z = 1.96  # for a 95% interval
 METHOD: dict[str, Any] = {"name": "perplexity of rows of one length", "version": 1}
 
 
@@ -114,8 +114,9 @@ def main(argv: Sequence[str], program: str) -> int:
 def rows_of(
     tokenizer: Tokenizer, text: Path, context: int, most: int | None
 ) -> "np.ndarray[Any, Any]":
-    """int32 [rows, context]: the text's tokens, each row behind a BOS if prompts have one. What is
-    left behind the last whole row is not read.
+    """The text's tokens as int32 [rows, context], each row after a BOS if the tokenizer adds one.
+
+    The tokens after the last full row are dropped.
 
     Raises:
         InputError: the file cannot be read, or has too few tokens.
@@ -138,7 +139,7 @@ def formats_of(model: DecoderModel, asked: Sequence[str] | None) -> list[str]:
     """The formats to measure, the model's own first.
 
     Raises:
-        InputError: the model has no such format.
+        InputError: the model does not support a requested format.
     """
     if asked is None:
         own = [set(m.cache_formats) for m in model.spec.mixers.values() if m.cache_formats]
@@ -157,7 +158,7 @@ def formats_of(model: DecoderModel, asked: Sequence[str] | None) -> list[str]:
 def measure(
     folder: ModelFolder, name: str, rows: "np.ndarray[Any, Any]", args: argparse.Namespace
 ) -> dict[str, TextScores]:
-    """What decode steps and prefill make of the rows, with a cache in this format."""
+    """The scores of the rows by decode steps and by prefill, with a cache in this format."""
     own = folder.in_cache_format(name)
     scorer = TextScorer(
         own.model,
@@ -189,8 +190,11 @@ def line(scores: TextScores, reference: TextScores) -> dict[str, Any]:
 
 
 def interval(values: "np.ndarray[Any, Any]") -> tuple[float, float]:
-    """(mean, half of the interval of 95%) of [rows, tokens]: tokens of a row are not independent,
-    so the rows' means are what is spread."""
+    """(mean, half of the 95% interval) of values [rows, tokens].
+
+    The interval comes from the spread of the rows' means, because a row's tokens are not
+    independent.
+    """
     means = values.astype(np.float64).mean(axis=1)
     if len(means) < 2:
         return float(means.mean()), math.nan

@@ -1,7 +1,7 @@
-"""Random parameters and caches of a model's real shapes, made on the device in place.
+"""Random parameters and caches in a model's real shapes, filled in place on the device.
 
-Each leaf is one executable that fills its own buffer block by block from 16 random bits a number.
-So the device holds the leaves that are done, the leaf in progress and one block, nothing else.
+One executable per leaf fills the leaf's buffer block by block, from at most 16 random bits per
+number. So the device holds only the finished leaves, the leaf in progress and one block.
 """
 
 import functools
@@ -23,9 +23,9 @@ from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
-BLOCK = 2**24  # numbers that are drawn at a time: their bits take 16 bytes each, 256 MiB
+BLOCK = 2**24  # numbers drawn at a time: their bits take 16 bytes each, 256 MiB
 COMPILERS = 8  # threads
-# The products at the end of a branch, scaled down so that the residual stream stays of order 1.
+# The last products of a branch, scaled down so that the residual stream stays of order 1.
 LAST = ("o_proj", "out_proj", "down_proj", "down")
 FLOATS = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 E4M3_MAX, E8M0_ONE = 448.0, 127  # 2**0 in E8M0
@@ -33,25 +33,25 @@ ROOT3 = 3**0.5  # half the width of a uniform distribution of standard deviation
 
 
 class UniformRange(NamedTuple):
-    """Numbers evenly between `center` - `reach` and `center` + `reach`."""
+    """A uniform distribution between `center` - `reach` and `center` + `reach`."""
 
     center: float
     reach: float
 
     @classmethod
     def of(cls, deviation: float, center: float = 0.0) -> "UniformRange":
-        """A distribution by its standard deviation."""
+        """The distribution with this standard deviation."""
         return cls(center, deviation * ROOT3)
 
 
 class RandomTiles(NamedTuple):
-    """Weights of 4 bits in tiles: all codes, and one scale that gives them a standard deviation."""
+    """4-bit weights in tiles: random codes, and one scale that gives a standard deviation."""
 
     form: FourBitFormat
     deviation: float
 
     def scales(self) -> np.ndarray:
-        """uint8: the bytes of a tile behind its codes."""
+        """uint8: the bytes of a tile after its codes, which hold its scales."""
         form = self.form
         codes = jnp.arange(16)
         one = jnp.full(16, E8M0_ONE)
@@ -68,12 +68,13 @@ class RandomTiles(NamedTuple):
 
 
 def random_params(model: DecoderModel, *, seed: int = 0) -> Any:
-    """`model.param_shapes()` as arrays: norms around 1, matrices that keep order 1.
+    """Returns `model.param_shapes()` as random arrays whose scale keeps activations of order 1.
 
-    FP8 matrices use all of e4m3's finite range, and their scales bring them back to order 1.
+    Norm weights lie around 1. FP8 matrices use all of e4m3's finite range, and their scales
+    compensate for it.
 
     Raises:
-        ValueError: a leaf is neither of floats nor of 4 bits; it is named.
+        ValueError: a leaf is neither floating-point nor 4-bit; the message names it.
     """
     leaves, tree = jax.tree.flatten_with_path(model.param_shapes())
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
@@ -85,10 +86,10 @@ def random_params(model: DecoderModel, *, seed: int = 0) -> Any:
 def random_state(
     model: DecoderModel, size: CacheSize, spec: ArenaSpec, *, seed: int = 1
 ) -> DecodeState:
-    """`init_state(model, size, spec)` with latents, keys, values and states of order 1.
+    """Returns `init_state(model, size, spec)` with latents, keys, values and states of order 1.
 
     Raises:
-        ValueError: a cache has a dtype that is no float; it is named.
+        ValueError: a cache's dtype is not floating-point; the message names the cache.
     """
     shapes = {cache.name: cache.shapes(size) for cache in model.caches}
     leaves, tree = jax.tree.flatten_with_path(shapes)
@@ -98,7 +99,7 @@ def random_state(
 
 
 def forms_of(model: DecoderModel) -> set[FourBitFormat]:
-    """The formats of a model's weights of 4 bits."""
+    """The formats of a model's 4-bit weights."""
     found = set[FourBitFormat]()
     for block in set(model.spec.blocks):
         for layer in (block.mixer, block.feed_forward):
@@ -111,7 +112,7 @@ def forms_of(model: DecoderModel) -> set[FourBitFormat]:
 def draw_of(
     name: str, leaf: jax.ShapeDtypeStruct, model: DecoderModel
 ) -> UniformRange | RandomTiles:
-    """What a parameter is drawn from, by its name and shape."""
+    """The distribution of a parameter, by its name and shape."""
     stream, layers = model.spec.stream, len(model.spec.blocks)
     parts = name.split(".")
     if name.startswith("embedding"):
@@ -122,8 +123,8 @@ def draw_of(
     if leaf.dtype == jnp.float8_e4m3fn:
         return UniformRange(0.0, E4M3_MAX)
     if "correction_bias" in parts:
-        # Trained, it evens out what the experts get. Of 0.1, as wide as sigmoids of good experts
-        # are apart, half of the experts would get nothing.
+        # A trained bias balances the experts. Sigmoid scores of good experts lie about 0.1 apart,
+        # so a bias of that width would leave half of the experts unused.
         return UniformRange.of(0.01)
     if leaf.ndim <= (2 if "segments" in parts else 1):
         return UniformRange.of(0.1, 1.0 if any("norm" in part for part in parts) else 0.0)
@@ -142,10 +143,10 @@ def filled(
     draws: Iterable[UniformRange | RandomTiles],
     seed: int,
 ) -> list[jax.Array]:
-    """An array for each shape, the largest first; compiled together.
+    """Returns a random array for each shape; all are compiled together.
 
-    An array in progress has a block beside it, whose place is a gap later. What is small fits
-    there.
+    The largest are filled first. An array in progress needs a block next to it, which later leaves
+    a gap; the small arrays fit there.
     """
     draws = list(draws)
     for name, shape, draw in zip(names, shapes, draws, strict=True):
@@ -191,7 +192,7 @@ def fill(
     shape: tuple[int, ...],
     dtype: str,
 ) -> jax.Array:
-    """An array of random numbers evenly between `center` - `reach` and `center` + `reach`."""
+    """An array of uniform random numbers between `center` - `reach` and `center` + `reach`."""
 
     def drawn(bits: jax.Array) -> jax.Array:
         signed = lax.bitcast_convert_type(bits, jnp.int16).astype(jnp.float32)
@@ -201,7 +202,7 @@ def fill(
 
 
 def fill_tiles(key: jax.Array, scales: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
-    """Tiles of random codes and these scales."""
+    """Tiles with random codes and the given scales."""
 
     def drawn(bits: jax.Array) -> jax.Array:
         return bits.at[..., shape[-1] - len(scales) :].set(scales)
@@ -216,7 +217,7 @@ def _filled(
     shape: tuple[int, ...],
     dtype: str,
 ) -> jax.Array:
-    """An array of what is made of random bits, block by block."""
+    """Fills an array block by block with `drawn` of random bits."""
     size = math.prod(shape)
     row = shape[-1] if shape else 1
     rows = _divisor(size // row, max(BLOCK // row, 1)) if size else 1

@@ -1,8 +1,8 @@
-"""The bytes that a decode step has to read and write, and the operations of prefill, from shapes.
+"""The bytes that a decode step has to move, and the operations of prefill, from shapes.
 
-Of a decode step: every weight outside the experts once (the head too, the embedding not), the
-experts that were touched, the rows' latents, keys and values, and their states read and written.
-Activations do not count.
+A decode step reads every weight outside the experts once (including the head, not the embedding),
+the experts that it uses, and the rows' latents, keys and values. It reads and writes the rows'
+recurrent states. Activations do not count.
 """
 
 import dataclasses
@@ -14,25 +14,25 @@ from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA, MLA, DeltaMixer, Mixer, MoE
 from jaxattn.models.caches.layer_cache import CacheSize
+from jaxattn.models.catalog.param_roles import param_role
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding.partition_rules import param_role
 from jaxattn.models.weight_map.tensor_mapping import Key
 
-# Bytes per second that kernels reach when they only read, by a part of the card's name.
+# Bytes per second that read-only kernels reach, by a part of the GPU's name.
 RATES = {"H200": 4.0e12, "H100": 2.9e12}
-# The recurrence per number of a state and token: the decay, k S, the update, q S.
+# FLOP of the recurrence per number of a state and token: the decay, k S, the update, q S.
 STATE_FLOP = 1 + 2 + 2 + 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RooflineBytes:
-    """What a decode step moves.
+    """The bytes that a decode step moves.
 
     Attributes:
-        weights: outside the experts.
-        experts: of those that were touched.
-        pages: latents, keys and values that are read.
-        states: read and written.
+        weights: Weights outside the experts.
+        experts: Weights of the experts that the step uses.
+        pages: Latents, keys and values that are read.
+        states: Recurrent states, read and written.
     """
 
     weights: int
@@ -46,21 +46,21 @@ class RooflineBytes:
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """The same by `op_categories.KINDS`; the router's few are among the products'."""
+        """The bytes by `op_categories.KINDS`; the router's few are in the dense products."""
         attention = self.pages + self.states
         return {"attention": attention, "experts": self.experts, "dense products": self.weights}
 
 
 def rate[Other](device: str, other: Other) -> float | Other:
-    """Bytes per second of the roof: the card's, or `other` where it is unknown."""
+    """Bytes per second of the GPU's roofline, or `other` if the GPU is unknown."""
     return next((rate for name, rate in RATES.items() if name in device), other)
 
 
 def moved(model: DecoderModel, rows: int, context: int, touched: float) -> RooflineBytes:
-    """The bytes of a decode step of `rows` rows of `context` tokens.
+    """Returns the bytes of a decode step of `rows` rows of `context` tokens.
 
     Args:
-        touched: distinct routed experts of a layer with experts, on average.
+        touched: The mean number of distinct routed experts per MoE layer.
     """
     weights = experts = 0.0
     for key, leaf in leaves_of(model):
@@ -82,10 +82,10 @@ def moved(model: DecoderModel, rows: int, context: int, touched: float) -> Roofl
 
 
 def flops(model: DecoderModel, tokens: int) -> tuple[float, list[str]]:
-    """Operations that a prompt of `tokens` tokens needs, and which mixers were left out.
+    """Returns the FLOP for a prompt of `tokens` tokens, and the mixer types that are not counted.
 
-    Weights count twice per token and number, experts by the share that a token takes, the head for
-    one token. Attention counts the pairs of tokens that are not masked.
+    Weights count two operations per number and token, experts only the fraction that a token uses,
+    and the head one token. Attention counts the unmasked pairs of tokens.
     """
     total, unknown = 0.0, set()
     for key, leaf in leaves_of(model):
@@ -105,7 +105,7 @@ def flops(model: DecoderModel, tokens: int) -> tuple[float, list[str]]:
 
 
 def mixer_flops(mixer: Mixer, tokens: int) -> float | None:
-    """Of one layer's attention or recurrence over a prompt, without its products with weights."""
+    """FLOP of a layer's attention or recurrence over a prompt, without products with weights."""
     if isinstance(mixer, MLA):
         width = mixer.qk_nope_head_dim + mixer.qk_rope_head_dim + mixer.v_head_dim
         return 2.0 * mixer.num_heads * width * tokens * (tokens + 1) / 2
@@ -119,13 +119,13 @@ def mixer_flops(mixer: Mixer, tokens: int) -> float | None:
 
 
 def leaves_of(model: DecoderModel) -> list[tuple[Key, jax.ShapeDtypeStruct]]:
-    """Each parameter's place in the tree and its shape."""
+    """The path and the shape of each parameter."""
     leaves = jax.tree.leaves_with_path(model.param_shapes())
     return [(tuple(key.key for key in path if hasattr(key, "key")), leaf) for path, leaf in leaves]
 
 
 def _taken(model: DecoderModel, key: Key) -> float:
-    """The share of a layer's experts that a token takes."""
+    """The fraction of a layer's experts that a token uses."""
     number, place = int(key[1]), int(key[3])
     kind = model.spec.segments[number].pattern[place].feed_forward
     assert isinstance(kind, MoE)
@@ -133,7 +133,7 @@ def _taken(model: DecoderModel, key: Key) -> float:
 
 
 def _growth(model: DecoderModel) -> tuple[int, int]:
-    """Bytes of all caches for one page more, and for one slot more."""
+    """Bytes that all caches grow by for one more page, and for one more slot."""
 
     def size(pages: int, slots: int) -> int:
         wanted = CacheSize(pages=pages, slots=slots)

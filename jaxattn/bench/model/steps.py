@@ -1,8 +1,8 @@
-"""A model's decode and prefill steps, compiled as the engine compiles them, and their times.
+"""A model's decode and prefill steps, compiled like the engine's, and their times.
 
-`kernels ms` is GPU time of all that a step runs, from a profile after a short warm-up: a burst.
-`ms` is a step's share of a longer run of steps. Each is sent before the one before it is done, as
-the engine sends them, so this is what a token takes.
+`kernels ms` is the GPU time of all that a step runs, from a profile after a short warm-up: a burst.
+`ms` is the time per step in a longer run. Like the engine, the run dispatches each step before the
+previous one has finished, so `ms` is the time per token.
 """
 
 import math
@@ -29,21 +29,23 @@ from jaxattn.models.interface import init_state, jit_step, overlaid
 from jaxattn.models.network.decoder_model import DecoderModel
 
 STEPS = 4  # different batches, taken in turn; the experts of each are counted
-RUN_SECONDS = 0.8  # of a run of steps; the first waits for the host, 1 or 2 ms
-WRITES = 8  # of a step's largest results that are named
+RUN_SECONDS = 0.8  # of a run of steps; dispatching the first takes the host 1 or 2 ms
+WRITES = 8  # number of a step's largest results to name
 COMPILERS = 8  # threads
 
 
 class OutOfMemoryError(ValueError):
-    """The device is too small for the weights and caches of a run."""
+    """Raised if the weights and caches of a run do not fit on the device."""
 
 
 class ModelSteps:
     """A model with random weights, its caches and its compiled steps on one device.
 
     Args:
-        params: of `random_params`, packed here.
-        chunks: prompt tokens that prefill reads at a time, one executable for each.
+        params: The result of `random_params`, not packed.
+        rows: The batches of the run.
+        chunks: Sizes of prefill chunks in tokens, with one executable for each.
+        implementation: The kernels to use; None for the best.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class ModelSteps:
             self._compiled = {entry: pool.submit(self._compile, entry) for entry in entries}
 
     def touched(self) -> dict[int, list[int]]:
-        """Distinct experts of each layer and batch that is timed, by the number of rows."""
+        """The distinct experts per layer and timed batch, by number of rows."""
         batches = [self.rows.decode(self.rows.most, step) for step in range(STEPS)]
         found, self.state = expert_usage.distinct(
             self.model,
@@ -81,11 +83,11 @@ class ModelSteps:
     def decode(
         self, count: int, touched: Sequence[int], rate: float
     ) -> tuple[dict, list[OpCategory]]:
-        """A row of the table and where the time goes, for steps of `count` rows.
+        """Returns a row of the table and the time by category, for steps of `count` rows.
 
         Args:
-            touched: distinct experts, of each layer.
-            rate: bytes per second of the roof.
+            touched: The distinct experts per layer and batch.
+            rate: Bytes per second of the roofline.
         """
         compiled = self._compiled[ModelStep("decode", count, 1)].result()
         batches = [self.rows.decode(count, step) for step in range(STEPS)]
@@ -114,7 +116,7 @@ class ModelSteps:
         return row, kinds
 
     def prefill(self, chunk: int) -> tuple[dict, list[OpCategory]]:
-        """A row of the table and where the time goes, for one prompt read `chunk` at a time."""
+        """A row of the table and the time by category, for one prompt in chunks of `chunk`."""
         compiled = self._compiled[ModelStep("prefill", 1, chunk)].result()
         batches = self.rows.chunks(chunk)
         whole, kernels, kinds = self._times(compiled, batches, together=len(batches))
@@ -142,7 +144,7 @@ class ModelSteps:
         together: int = 1,
         moved: Mapping[str, int] | None = None,
     ) -> tuple[float, float, list[OpCategory]]:
-        """Seconds in a run, seconds of kernels, and their kinds, of `together` steps in order."""
+        """Times `together` steps in order: (seconds in a run, kernel seconds, categories)."""
 
         def call(number: int = 0) -> Any:
             for place in range(together):
@@ -178,7 +180,7 @@ class ModelSteps:
 
 
 def _with_tokens(step: Callable) -> Callable:
-    """A model's step that gives the likeliest tokens for logits, as a greedy round does."""
+    """A model's step that returns the likeliest tokens instead of logits, as in greedy decoding."""
 
     def step_and_choose(params: Any, state: Any, batch: Any, **options: Any) -> Any:
         logits, state = step(params, state, batch, **options)
@@ -190,13 +192,13 @@ def _with_tokens(step: Callable) -> Callable:
 
 
 def arena(model: DecoderModel, rows: BenchBatches) -> ArenaSpec:
-    """The scratch of all decode steps of a run."""
+    """The arena for the scratch memory of all decode steps of a run."""
     counts = ((count, rows.width) for count in rows.rows)
     return overlaid(s for count, width in counts for s in model.scratch(count, max_pages=width))
 
 
 def check_room(model: DecoderModel, rows: BenchBatches) -> None:
-    """Raises OutOfMemoryError where weights and caches are larger than the device."""
+    """Raises OutOfMemoryError if weights and caches do not fit on the device."""
     state = jax.eval_shape(lambda: init_state(model, rows.size, arena(model, rows)))
     weights, caches = nbytes(model.param_shapes()), nbytes(state)
     room = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -209,14 +211,14 @@ def check_room(model: DecoderModel, rows: BenchBatches) -> None:
 
 
 def peak_bytes() -> int | None:
-    """The most that the device has held; None where it does not say."""
+    """The device's peak memory in bytes; None if the device does not report it."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def attempt(
     make: Callable[[], tuple[dict, list[OpCategory]]], what: str
 ) -> tuple[dict, list[OpCategory]]:
-    """A row, or one that says why there is none: a chunk may be too large for the device."""
+    """Returns `make()`, or a row with the error: a chunk may be too large for the device."""
     try:
         return make()
     except jax.errors.JaxRuntimeError as error:

@@ -1,7 +1,7 @@
 """Log-probabilities of given texts by a model's decode steps, and by its prefill.
 
-Both run the model's own steps over a donated state, as the engine does. The next token is given and
-not sampled, so every format of the cache reads the same texts.
+Both run the model's own steps over a donated state, as the engine does. The next token is given
+rather than sampled, so the model processes the same texts with every cache format.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ type Told = tuple[Float[Array, "B"], Int[Array, "B"]]
 
 @dataclasses.dataclass(frozen=True)
 class TextScores:
-    """Of each token behind a row's first.
+    """Scores of each token after a row's first.
 
     Attributes:
-        logprobs: float32 [rows, tokens - 1], its log-probability.
-        best: int32 [rows, tokens - 1], the likeliest token in its place.
+        logprobs: float32 [rows, tokens - 1], the token's log-probability.
+        best: int32 [rows, tokens - 1], the likeliest token at its position.
     """
 
     logprobs: Float[np.ndarray, "R T"]
@@ -47,10 +47,10 @@ class TextScorer:
     """Scores rows of one length.
 
     Args:
-        params: packed here.
-        rows: that are read together.
-        context: tokens of a row.
-        chunk: tokens that prefill reads at a time.
+        params: The parameters, not packed.
+        rows: The number of rows that a step processes together.
+        context: The number of tokens per row.
+        chunk: The number of tokens per prefill chunk.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TextScorer:
             CacheSize(pages=rows * pages, slots=rows),
             scratch_spec(model, rows, max_pages=pages),
         )
-        # Texts begin with zero states, which a decode step does not write.
+        # A new state for each batch of texts, because a decode step does not zero the slots.
         self._new_state = jax.jit(lambda: init_state(model, size, spec))
         compiled = partial(
             jax.jit,
@@ -82,7 +82,7 @@ class TextScorer:
         self._decode, self._prefill = compiled(self._decoded), compiled(self._read)
 
     def by_decode(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
-        """Reads a token of each row in a step."""
+        """Scores the texts by decode steps, with one token of each row per step."""
 
         def run(tokens: Int[np.ndarray, "B T"]) -> Told:
             return self._decode(self.params, self._new_state(), tokens)[0]
@@ -90,12 +90,12 @@ class TextScorer:
         return self._together(texts, run)
 
     def by_prefill(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
-        """Reads a chunk of each row in a step."""
+        """Scores the texts by prefill, with one chunk of each row per step."""
 
         def run(tokens: Int[np.ndarray, "B T"]) -> Told:
             state, found = self._new_state(), []
             for first in range(0, tokens.shape[1] - 1, self.chunk):
-                # The last chunk begins before its turn would, at a whole one, and is padded.
+                # The last chunk may be shorter and is padded.
                 own = tokens[:, first : first + self.chunk + 1]
                 padded = np.zeros((self.rows, self.chunk + 1), np.int32)
                 padded[:, : own.shape[1]] = own
@@ -107,7 +107,7 @@ class TextScorer:
         return self._together(texts, run)
 
     def _together(self, texts: Any, run: Callable[[Any], Told]) -> TextScores:
-        """All rows, so many at a time; the last ones are filled with copies of the first."""
+        """Runs `self.rows` texts at a time; copies of the first text fill up the last batch."""
         found = []
         for first in range(0, len(texts), self.rows):
             own = texts[first : first + self.rows]
@@ -119,7 +119,7 @@ class TextScorer:
     def _decoded(
         self, params: Any, state: DecodeState, tokens: Int[Array, "B T"]
     ) -> tuple[Told, DecodeState]:
-        """Of each token but the first, [B, T - 1], behind as many decode steps."""
+        """The scores of each token except the first, [B, T - 1], by T - 1 decode steps."""
 
         def step(state: DecodeState, place: Array) -> tuple[DecodeState, Told]:
             now, following = (
@@ -143,7 +143,7 @@ class TextScorer:
         first: Int[Array, ""],
         news: Int[Array, ""],
     ) -> tuple[Told, DecodeState]:
-        """Of the tokens behind those of a chunk, [B, T]; the head reads one column at a time."""
+        """The scores of the tokens after those of a chunk, [B, T]; the head runs per column."""
         whole = jnp.full(self.rows, news, jnp.int32)
         batch = PrefillBatch(
             tokens[:, :-1], whole, first + whole, jnp.asarray(self._tables), jnp.arange(self.rows)
@@ -159,7 +159,7 @@ class TextScorer:
 
 
 def _told(logits: Float[Array, "B vocab"], following: Int[Array, "B"]) -> Told:
-    """The log-probability of the tokens that follow, and the likeliest ones."""
+    """The log-probabilities of the following tokens, and the likeliest tokens."""
     own = jnp.take_along_axis(logits, following[:, None], axis=1)[:, 0]
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return own - jax.nn.logsumexp(logits, axis=-1), best

@@ -1,19 +1,19 @@
-"""`python -m jaxattn.bench collectives --gpus 2 4`: sums over GPUs inside a scanned, donated step.
+"""`python -m jaxattn.bench collectives --gpus 2 4`: all-reduces inside a scanned, donated step.
 
     python -m jaxattn.bench collectives --gpus 2 4 --json xla.json
     python -m jaxattn.bench collectives --gpus 2 4 --nccl --json nccl.json
 
-Each GPU has an array of so many KiB, and is given the sum of all. Before each sum a kernel of some
-60 us reads and writes other memory, as a layer does. So no GPU waits for the host of another. `us`
-is a sum's share of the loop, less the same loop without sums. It has the launch, and scatters by 10
-us, as the kernel before it does. `kernel us` is the median of the sum's kernels, by a profile,
-waiting for the others included. Rows differ by how the sum is made:
+Each GPU has an array of that many KiB and gets the sum over all GPUs. Before each sum, a kernel of
+about 60 us reads and writes other memory, as a layer does, so no GPU waits for another's host. `us`
+is the time per sum in the loop, less that of the same loop without sums. It includes the launch,
+and scatters by 10 us like the kernel before it. `kernel us` is the median of the sum's kernels from
+a profile, including the wait for other GPUs. Rows differ by the implementation of the sum:
 
     XLA           an all-reduce with XLA's default flags: its own kernel up to 4 MiB
     NCCL          the same with `--nccl`, which turns that kernel off
     one launch    `all_reduce_norm_layer`, with residual and norm, of tokens of 2,048 bfloat16
 
-`kernel` names what ran.
+`kernel` names the kernel that ran.
 """
 
 import argparse
@@ -35,9 +35,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import gpu_launches, seconds
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
 from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.engine.execution.model_runner import in_turn
@@ -55,9 +55,9 @@ from jaxattn.parallel.peer_access import peers_reach
 
 KIB = (4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("bfloat16", "float32")
-FEATURES = 2048  # of a token, in one launch
-TURNS, PER_TURN = 16, 4  # of a loop, and sums of a turn
-FILLER = 2**25  # float32 numbers that are read and written before a sum
+FEATURES = 2048  # per token, for "one launch"
+TURNS, PER_TURN = 16, 4  # iterations of a loop, and sums per iteration
+FILLER = 2**25  # float32 numbers that the kernel before a sum reads and writes
 NCCL_FLAG = "--xla_gpu_experimental_use_collective_kernels="
 COMPILERS = 16  # threads
 WHOLE = PartitionSpec()
@@ -89,11 +89,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AllReduceCase:
-    """What a row times.
+    """The case that a row times.
 
     Attributes:
-        how: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first two,
-            and "filler" for the third: it has a residual, and no product before the sum.
+        gpus: The number of GPUs.
+        kib: KiB of each GPU's array.
+        dtype: The dtype of the array.
+        how: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first two.
+            For the third it is "filler", which has a residual and no product before the sum.
     """
 
     gpus: int
@@ -118,7 +121,7 @@ class AllReduceCase:
 
 
 class AllReduceLoop:
-    """A donated step of `turns` turns with PER_TURN sums each, over a group of GPUs."""
+    """A donated step of `turns` iterations with PER_TURN sums each, over a group of GPUs."""
 
     def __init__(self, of: AllReduceCase, turns: int, filler: int):
         self.of, self.turns = of, turns
@@ -132,7 +135,7 @@ class AllReduceLoop:
         self.compiled: Any = None
 
     def compile(self) -> None:
-        """From shapes: nothing lies on a device yet."""
+        """Compiles from shapes, before any array is on a device."""
         specs = self.own, *[WHOLE] * len(self.given)
         out_specs = WHOLE, self.own
         over = self.group.step(self._launches if self.fused else self._sums, specs, out_specs)
@@ -148,10 +151,10 @@ class AllReduceLoop:
 
     @contextlib.contextmanager
     def filled(self, fillers: dict[int, jax.Array]) -> Iterator[None]:
-        """Within it, what a call needs lies on the devices.
+        """A context in which the operands of a call are on the devices.
 
         Args:
-            fillers: those of numbers of GPUs that loops before had.
+            fillers: Fillers of earlier loops by number of GPUs, for reuse.
         """
         gpus = self.of.gpus
         if gpus not in fillers:
@@ -168,16 +171,16 @@ class AllReduceLoop:
         return x
 
     def seconds(self) -> float:
-        """Of a sum with what is before it."""
+        """Seconds per sum, including the kernel before it."""
         return seconds(self) / (self.turns * PER_TURN)
 
     def _mailbox(self) -> Any:
         empty = functools.partial(self.boxes.init, NO_ROWS)
-        # It is there on all GPUs before one writes to another.
+        # The buffer has to exist on all GPUs before any GPU writes to another.
         return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.own)))
 
     def _sums(self, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
-        """A GPU's share is its own: XLA knows the sum of equal arrays without sending them."""
+        """Each GPU has its own share, as XLA would compute a sum of equal arrays locally."""
 
         def turn(carry: Any, _: None) -> Any:
             share, filler, x = carry
@@ -216,7 +219,7 @@ class AllReduceLoop:
 
 
 def _filled(filler: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the filler, read and written after `x` is there; `x`, after that): neither beside a sum."""
+    """(the filler, read and written after `x` is ready; `x`, after that): sums do not overlap."""
     first = x.reshape(-1)[0].astype(jnp.float32)
     filler = lax.optimization_barrier(filler * (1.0001 + 1e-30 * first))
     return filler, x + (1e-30 * filler[0]).astype(x.dtype)
@@ -236,7 +239,7 @@ def _residual(of: AllReduceCase) -> tuple[np.ndarray, ...]:
 
 
 def wanted(args: argparse.Namespace) -> list[AllReduceCase]:
-    """The sums of a run."""
+    """The cases of a run."""
     sums = [
         AllReduceCase(gpus=gpus, kib=kib, dtype=dtype, how=how)
         for gpus in args.gpus
@@ -254,7 +257,7 @@ def _one_launch(of: AllReduceCase) -> bool:
 
 
 def time(loop: AllReduceLoop, base: float) -> dict[str, Any]:
-    """A row. `base`: seconds of what is before a sum."""
+    """Returns a row. `base` is the time in seconds of the work before a sum."""
     took, of = loop.seconds() - base, loop.of
     kernels = {
         f"{launch.kernel} {launch.op}": [length for _, length in events]
@@ -276,7 +279,7 @@ def time(loop: AllReduceLoop, base: float) -> dict[str, Any]:
 
 
 def _launched(loop: AllReduceLoop) -> dict[Any, list[tuple[float, float]]]:
-    """(start, length) in ns of what the GPUs ran; empty without a GPU."""
+    """(start, length) in ns of what ran on the GPUs; empty without a GPU."""
     if jax.default_backend() != "gpu":
         return {}
     return dict(gpu_launches(lambda: jax.block_until_ready((loop(), loop()))))
@@ -288,7 +291,7 @@ def compile_all(loops: Sequence[AllReduceLoop]) -> None:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    # Read when the backend starts.
+    # The backend reads this as it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = parse(argv, program)
     if args.nccl:

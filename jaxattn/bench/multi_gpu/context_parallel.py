@@ -2,21 +2,21 @@
 
     python -m jaxattn.bench long-row --tokens 1000000 --heads 32 128 --gpus 1 2 4
 
-Latent attention of one new token to so many cached ones, as a layer of a decode step with `--tensor
-N --context N` has it. Each GPU has the queries of an Nth of the heads, and an Nth of the pages.
-Queries are gathered, each GPU attends with all heads, outputs are exchanged and merged
-(`jaxattn.parallel.ContextParallelPages`). Projections are left out. 32 heads are Kimi-Linear's, 128
-are DeepSeek-V3's.
+The bench times latent attention of one new token to `--tokens` cached ones, as in a layer of a
+decode step with `--tensor N --context N`. Each of N GPUs has the queries of 1/N of the heads, and
+1/N of the pages. The GPUs gather all queries, attend with all heads, and exchange and merge their
+outputs (`jaxattn.parallel.ContextParallelPages`). Projections are not included. 32 heads are those
+of Kimi-Linear, and 128 those of DeepSeek-V3.
 
-`us` is a layer's share of a loop over layers in turn: a loop less a shorter one. `roof us` is what
-the latents of a GPU take, read once at the card's rate. `kernels us` are a layer's kernels, by a
-profile. Of these `attention us` attend and merge a GPU's own pieces; `meeting us` merge these, send
-them and merge all GPUs' in one launch; `gather us` and `exchange us` are the two collectives,
-waiting included; the launches of `jaxattn.ops.collectives.peer_exchange` are both in the latter.
-`efficiency` is per doubling of the GPUs: 1 if twice the GPUs take half the time. `relative error`
-is that of the output, beside XLA's on one GPU. With `--apart` rows of several GPUs come once more,
-merged, sent and merged again in launches of their own; with `--nccl` once more, by XLA's
-collectives.
+`us` is the time per layer of a loop over layers: a loop less a shorter one. `roof us` is the time
+to read a GPU's latents once at the GPU's rate. `kernels us` is the time of a layer's kernels, from
+a profile. Of these, `attention us` attends and merges a GPU's own pieces. `meeting us` merges these
+pieces, sends them and merges those of all GPUs in one launch. `gather us` and `exchange us` are the
+two collectives, including waits. `exchange us` contains both for the launches of
+`jaxattn.ops.collectives.peer_exchange`. `efficiency` is per doubling of the GPUs: 1 if twice the
+GPUs need half the time. `relative error` compares the output with XLA's on one GPU. `--apart` adds
+rows in which several GPUs merge, send and merge again in separate launches, and `--nccl` rows with
+XLA's collectives.
 """
 
 import argparse
@@ -40,10 +40,10 @@ from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.bench.attention.mla import DIM, PAGE, RANK, SCALE
 from jaxattn.bench.harness import numpy_reference, run_metadata
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import launches, seconds_more
 from jaxattn.bench.model.roofline import rate
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import BoundedLengths
@@ -62,12 +62,12 @@ from jaxattn.parallel import (
 from jaxattn.parallel.peer_access import peers_reach
 
 HEADS = (32, 128)
-LAYERS = 4  # read in turn, so that none is in L2
-# That the longer loop has all layers: 2 ms of a shorter one were within the host's noise.
+LAYERS = 4  # read in turn, so that L2 holds none of them
+# How often the longer loop runs all layers; 2 ms of a shorter one were within the host's noise.
 TIMES = 26
 MOST_ERROR = 8e-3  # parts and their sum are rounded to bfloat16
 COMPILERS = 8  # threads
-# What a kernel does by a part of its name or its instruction's, the first that is there.
+# Substrings of a kernel's name or its instruction's; the first match decides the column.
 KINDS = {
     "meeting us": ("mla_decode_meet",),
     "attention us": ("mla_decode",),
@@ -103,8 +103,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     return args
 
 
-# How the outputs of several GPUs come together: in the launch that merges a GPU's own, in launches
-# apart, or by XLA's collectives.
+# How several GPUs merge their outputs: in the launch that merges a GPU's own pieces, in separate
+# launches, or by XLA's collectives.
 type Sent = Literal["met", "apart", "XLA"]
 
 
@@ -164,7 +164,7 @@ class ContextParallelCase:
         return Arena.allocate(mla.scratch(**sizes, max_pages=self.stripes, page_size=PAGE))
 
     def _mailbox(self) -> list[SymmetricBuffer]:
-        """That rows are sent through, and that outputs meet by; none where XLA does it."""
+        """The buffers for exchanged rows and for merged outputs; empty if XLA does both."""
         return [
             SymmetricBuffer.empty(self.gpus, *room) for room in (self.pieces, self.room) if room
         ]
@@ -185,7 +185,7 @@ class ContextParallelCase:
 
         def turn(carry: Any, layer: jax.Array) -> Any:
             queries, before, arena, mailbox = carry
-            # The queries of a layer exist once the output of the layer before it does.
+            # A barrier: the queries of a layer depend on the previous layer's output.
             queries, _ = lax.optimization_barrier((queries, before))
 
             def attend(
@@ -224,11 +224,11 @@ class ContextParallelCase:
         return out, (cache, arena, mailbox)
 
     def _tables(self) -> np.ndarray:
-        """int32: where each stripe of the row lies."""
+        """int32: the place of each stripe of the row."""
         return np.random.default_rng(0).permutation(self.stripes).astype(np.int32)
 
     def fill(self) -> None:
-        """Normal numbers: of a page of the row the same ones, however many GPUs there are."""
+        """Fills caches and queries with normal numbers; each page is the same for any `gpus`."""
 
         def made() -> Any:
             places = jnp.asarray(np.argsort(self._tables()))
@@ -255,7 +255,7 @@ class ContextParallelCase:
         return out
 
     def output(self) -> np.ndarray:
-        """[H, R] of the last layer."""
+        """The last layer's output, [H, R]."""
         return numpy_reference.exact(self(self.layers))[0, 0]
 
     def sent_by(self) -> str:
@@ -264,7 +264,7 @@ class ContextParallelCase:
         return "" if self.gpus == 1 else "launches" if self.pieces else "XLA"
 
     def time(self) -> dict[str, Any]:
-        """A row of the table."""
+        """Returns a row of the table."""
         few, many = self.layers, self.layers * TIMES
         took = seconds_more(lambda: self(few), lambda: self(many)) / (many - few)
         spent = launches(lambda _: self(many), calls=2, warmup=0.0)
@@ -294,7 +294,7 @@ class ContextParallelCase:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    # Read when the backend starts.
+    # The backend reads this as it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = parse(argv, program)
     if short_of_devices(program, f"--gpus {max(args.gpus)}", max(args.gpus)):
@@ -352,7 +352,7 @@ def _checked(row: ContextParallelCase, expected: np.ndarray) -> float:
     """The relative L2 error of the last layer's output.
 
     Raises:
-        AssertionError: it is off by more than rounding.
+        AssertionError: the error is larger than rounding explains.
     """
     error = numpy_reference.relative_l2(row.output(), expected)
     if not error < MOST_ERROR:
@@ -361,7 +361,7 @@ def _checked(row: ContextParallelCase, expected: np.ndarray) -> float:
 
 
 def _beside(found: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Beside one GPU, where that has a row."""
+    """The comparison with one GPU, if that has a row."""
     one = next((each["us"] for each in rows if each["GPUs"] == 1 and each["H"] == found["H"]), None)
     if one is None or found["GPUs"] == 1:
         return {}

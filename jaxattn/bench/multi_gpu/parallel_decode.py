@@ -1,34 +1,35 @@
-"""`python -m jaxattn.bench parallel NAME --tensor 2`: decode steps on several GPUs beside one.
+"""`python -m jaxattn.bench parallel NAME --tensor 2`: decode steps on several GPUs and on one.
 
     python -m jaxattn.bench parallel DeepSeek-V2-Lite --tensor 2 --also data=2,expert=2
     python -m jaxattn.bench parallel DeepSeek-V2-Lite --tokens 32768 --tensor 2 --context 2
 
-NAME is as for `bench model`. Weights, latents and states are random, of the model's real shapes.
-All steps are compiled first, several at a time. Then the steps on one GPU and on each layout run
-one after the other in one process, on the same cards. `ms` is a step's share of a run of steps,
-each sent before the one before it is done.
+NAME is as for `bench model`. Weights, latents and states are random, in the model's real shapes.
+The bench first compiles all steps, several at a time. Then it runs the steps on one GPU and on each
+layout, one after the other, in one process on the same GPUs. `ms` is the time per step in a run in
+which each step is dispatched before the previous one has finished.
 
-Rows whose caches one GPU has no room for are left out. `times one GPU` compares tokens/s with those
-of one GPU at `beside B` rows: as many, or a data group's where one GPU has no room for all.
+A layout skips numbers of rows whose caches do not fit in its GPUs. `times one GPU` is the speedup
+in tokens/s over one GPU with `beside B` rows. These are as many rows, or those of one data group if
+one GPU has no room for all.
 
-`--xla-options KEY=VALUE ...` times each step of several GPUs once more, compiled with these too; it
-may be given several times. With collectives in command buffers (CUDA graphs) no graph ends at an
+`--xla-options KEY=VALUE ...` also times each step of several GPUs compiled with these options; it
+may be given several times. With collectives in command buffers (CUDA graphs), no graph ends at an
 all-reduce:
 
     --xla-options xla_gpu_enable_command_buffer=CUBLAS,CUBLASLT,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,\
 FUSION,COLLECTIVES
 
-`--one-launch` times steps whose all-reduces, residual sums and norms are launches of
-`jaxattn.ops.collectives.all_reduce_norm` too; their rows have `one launch` True. Layouts
-with one data group have such steps, and layouts whose data groups are one GPU each.
+`--one-launch` also times steps whose all-reduces, residual sums and norms are launches of
+`jaxattn.ops.collectives.all_reduce_norm`; their rows have `one launch` True. Layouts with one data
+group have such steps, and layouts whose data groups are one GPU each.
 
-`cache tokens` are the most that the layout's caches hold in all, in 90% of the cards' memory beside
-weights, a slot per row and the step's temp.
+`cache tokens` is the maximum number of tokens in the layout's caches, in 90% of the GPUs' memory,
+after weights, a slot per row and the step's temp.
 
-`roof ms` is what the bytes of a step take, read once at the card's rate (`bench model` says which).
-`collectives ms` is the time that a GPU spends in them, waiting included. `all-reduces` counts sums
-of layers in a step's HLO, of which a loop over layers has one body, and `other form` those that
-XLA's own kernel does not take.
+`roof ms` is the time to move the bytes of a step once at the GPU's rate (see `bench model`).
+`collectives ms` is the time that a GPU spends in collectives, including waits. `all-reduces` counts
+the sums of layers in a step's HLO, where a loop over layers has one body. `other form` counts those
+that XLA's own kernel does not support.
 """
 
 import argparse
@@ -44,17 +45,18 @@ from typing import Any
 import jax
 
 from jaxattn.bench.harness import run_metadata
-from jaxattn.bench.harness.device_info import short_of_devices
 from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
+from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.bench.multi_gpu.sharded_model import Options, ShardedModel
-from jaxattn.cli.options.parser import LAYOUT, ProseHelpFormatter
+from jaxattn.cli.options.parallel_options import LAYOUT
+from jaxattn.cli.options.parser import ProseHelpFormatter
 from jaxattn.models import divided
 from jaxattn.parallel import ALONE, Parallel
 
 COMPILERS = 16  # threads
 SPARE_BYTES = 2 * 2**30  # of a GPU, for temp, code and NCCL
-HIDDEN = ("all-reduce forms", "launches")  # in the JSON alone
+HIDDEN = ("all-reduce forms", "launches")  # columns that only the JSON contains
 
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
@@ -117,10 +119,10 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
 
 
 def read_layout(text: str) -> Parallel:
-    """A layout as tensor=2,context=2.
+    """Parses a layout such as tensor=2,context=2.
 
     Raises:
-        ValueError: it is written in another way, or its numbers do not fit each other.
+        ValueError: the text is malformed, or its numbers are inconsistent.
     """
     found: dict[str, Any] = {}
     for part in text.split(","):
@@ -135,10 +137,10 @@ def read_layout(text: str) -> Parallel:
 
 
 def read_options(texts: Sequence[str]) -> Options:
-    """Options as KEY=VALUE, where XLA wants a boolean as True or False.
+    """Parses KEY=VALUE options; XLA needs True and False as booleans.
 
     Raises:
-        ValueError: one has no value.
+        ValueError: an option has no value.
     """
     pairs = [text.partition("=") for text in texts]
     if odd := [key for key, equals, _ in pairs if not key or not equals]:
@@ -148,7 +150,7 @@ def read_options(texts: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str], program: str) -> int:
-    # Read when the backend starts.
+    # The backend reads these as it starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     args = parse(argv, program)
@@ -170,7 +172,7 @@ def main(argv: Sequence[str], program: str) -> int:
     _say(f"{len(layouts)} layouts are compiled")
     while layouts:
         _measure(args, layouts.pop(0), result)
-        gc.collect()  # the next layout needs the room
+        gc.collect()  # frees memory for the next layout
     run_metadata.end(result)
     store(result, args.json)
     table = [{k: v for k, v in row.items() if k not in HIDDEN} for row in result["rows"]]
@@ -179,7 +181,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
-    """Layouts, and whether their sums are one launch with residual and norm."""
+    """Layouts, and whether one launch does the sum, the residual and the norm."""
     wanted = [] if args.not_alone else [(ALONE, False)]
     for parallel in args.layouts:
         wanted.append((parallel, False))
@@ -190,7 +192,7 @@ def _wanted(args: argparse.Namespace) -> list[tuple[Parallel, bool]]:
 
 
 def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> ShardedModel | None:
-    """The layout with those rows that its groups share and that it has room for."""
+    """The layout with the row counts that divide over its groups and fit in its memory."""
     model, most = args.model.with_fused_sums(None if fused else 0), max(args.rows)
     if fused:
         own: Any = divided(model, parallel)
@@ -216,13 +218,13 @@ def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Sharde
             f"caches and states {caches / 1e9:.1f} GB of {room / 1e9:.1f} GB"
         )
         most, rows = rows[-1], rows[:-1]
-        if parallel == ALONE:  # in place of all rows, those of a data group
+        if parallel == ALONE:  # also the rows of one data group
             rows = sorted({*rows, *(most // each.data for each in args.layouts if each.data > 1)})
     return None
 
 
 def _measure(args: argparse.Namespace, layout: ShardedModel, result: dict[str, Any]) -> None:
-    """A row for each number of rows, stored as soon as it is there."""
+    """Adds a row for each number of rows, and stores it at once."""
     layout.fill()
     weights, caches = layout.nbytes
     _say(
@@ -238,7 +240,7 @@ def _measure(args: argparse.Namespace, layout: ShardedModel, result: dict[str, A
             failed = f"{_name(layout.parallel)}, {count} rows, {dict(options)}: {error}"
             _say(f"not timed: {failed.splitlines()[0]}")
             result.setdefault("not timed", []).append(failed)
-            layout.fill()  # what the step was given is lost with it
+            layout.fill()  # the failed step has consumed the donated state
             continue
         row.update(_beside(row, result["rows"], layout.parallel))
         result["rows"].append(row)
@@ -247,7 +249,7 @@ def _measure(args: argparse.Namespace, layout: ShardedModel, result: dict[str, A
 
 
 def _beside(row: dict[str, Any], rows: list[dict[str, Any]], parallel: Parallel) -> dict[str, Any]:
-    """How many times one GPU's tokens/s, at as many rows or at those of a data group."""
+    """The ratio to one GPU's tokens/s, at as many rows or at those of a data group."""
     alone = {each["B"]: each["tokens/s"] for each in rows if each["GPUs"] == 1}
     for count in (row["B"], row["B"] // parallel.data):
         if parallel.gpus > 1 and count in alone:

@@ -1,8 +1,8 @@
-"""A model over a group of devices, one included: its steps from shapes, then weights, then times.
+"""A model over one or several devices: steps compiled from shapes, then weights, then times.
 
-over = Layout(model, parallel, rows, tokens=4096, devices=devices)
-over.compile_all(pool)     of shapes alone: nothing lies on a device yet
-over.fill()                weights, caches and states, random
+over = ShardedModel(model, parallel, rows, tokens=4096, devices=devices)
+over.compile_all(pool)     from shapes only; no array is on a device yet
+over.fill()                random weights, caches and states
 over.time(32)              a step of 32 rows
 """
 
@@ -47,10 +47,10 @@ COLLECTIVES = (
     "collective",
     "all_gather",
     "alltoall",
-    "psum",  # XLA's own kernels have the name of their operation
+    "psum",  # XLA names its own kernels after their operation
 )
 
-# Options of XLA that a step is compiled with, beside those of every step.
+# XLA options to compile a step with, in addition to those of every step.
 type Options = tuple[tuple[str, str | bool], ...]
 
 
@@ -58,16 +58,18 @@ class ShardedModel:
     """A model with random weights and caches over the devices of a layout.
 
     Args:
-        model: the whole one.
-        rows: of the decode steps, in all data groups together.
-        tokens: of each row.
-        devices: of the layout's GPUs, in order.
-        seed: of weights, caches and tokens.
-        platform: that the steps are compiled for.
-        options: each step is compiled with each of these, from one lowering.
+        model: The undivided model.
+        parallel: The layout.
+        rows: The numbers of rows of the decode steps, over all data groups.
+        tokens: The tokens per row.
+        devices: The layout's GPUs, in order.
+        seed: The seed of weights, caches and tokens.
+        implementation: The kernels to use; None for the best.
+        platform: The platform to compile for; None for the default backend.
+        options: Sets of XLA options; each step is lowered once and compiled with each set.
 
     Raises:
-        ShardingError: the model has no such layout.
+        ShardingError: the model does not support the layout.
     """
 
     def __init__(
@@ -121,11 +123,11 @@ class ShardedModel:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """(of the weights, of caches, states and scratch) on each GPU."""
+        """(bytes of the weights, bytes of caches, states and scratch) per GPU."""
         return nbytes(self.packed_shapes), nbytes(self.state_shapes)
 
     def traced(self, count: int) -> Any:
-        """The decode step of `count` rows in all, before it is lowered and compiled."""
+        """The decode step of `count` rows over all data groups, traced but not lowered."""
         local, width = count // self.parallel.data, self.rows.width
         sizes = ((local, 1), (local,), (local, width), (local,))
         shapes: Any = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
@@ -143,7 +145,7 @@ class ShardedModel:
         return jit_step(over, backend=self.platform, out_shardings=out).trace(*shapes)
 
     def compile_all(self, pool: Executor) -> None:
-        """Begins to compile all that `fill` and `time` will run."""
+        """Starts to compile everything that `fill` and `time` run."""
         for count in self.counts:
             lowered = pool.submit(self._lowered, count)
             for options in self.options:
@@ -152,7 +154,7 @@ class ShardedModel:
             self._fills[kind] = pool.submit(self._compiled_fill, *kind)
 
     def wait(self) -> None:
-        """Until all of it is compiled."""
+        """Waits until everything is compiled."""
         for each in (*self._steps.values(), *self._fills.values()):
             each.result()
 
@@ -161,8 +163,10 @@ class ShardedModel:
             return self.traced(count).lower()
 
     def roof_bytes(self, count: int) -> int:
-        """Bytes that each GPU has to move in a step of `count` rows, as if tokens chose their
-        experts evenly; see `bench.model.roof`."""
+        """Bytes that each GPU has to move in a step of `count` rows; see `bench.model.roofline`.
+
+        Routing is assumed to be uniform.
+        """
         parallel, local = self.parallel, count // self.parallel.data
         tokens = count if parallel.experts_meet else local
         touched = 0.0
@@ -173,8 +177,7 @@ class ShardedModel:
         return moved(self.model, local, self.rows.context, touched).total
 
     def cache_tokens(self, count: int, temp: int) -> int | None:
-        """The most tokens that caches hold in all beside a step of `count` rows; None where nothing
-        says how much memory a device has."""
+        """Maximum tokens in all caches for steps of `count` rows; None if memory is unknown."""
         memory = device_memory(self.group.devices[0])
         if memory is None:
             return None
@@ -189,10 +192,10 @@ class ShardedModel:
     # --- on the devices
 
     def fill(self) -> None:
-        """Random weights, the same on every GPU so that all routers choose alike, and caches."""
-        self.params = self.state = None  # two of them have no room
-        # JAX's pool grows by regions that double. A large array behind smaller ones finds no room
-        # for a region, though as much is free in others: 32 GB of latents on an H100.
+        """Fills weights, equal on all GPUs so that all routers choose alike, and caches."""
+        self.params = self.state = None  # there is no room for two
+        # JAX's pool grows in regions that double. After smaller arrays, a large one may find no
+        # room for a region, although other regions have enough: 32 GB of latents on an H100.
         ordered = sorted(enumerate(self._arrays().items()), key=lambda each: -nbytes(each[1][1][0]))
         filled = {
             name: self._fills[_kind(leaf, spec)].result()(np.int32(number), *draw)
@@ -218,7 +221,7 @@ class ShardedModel:
         return dict(zip(names, (leaf for _, leaf in leaves), strict=True))
 
     def _arrays(self) -> Mapping[Any, tuple[jax.ShapeDtypeStruct, PartitionSpec, UniformRange]]:
-        """What is filled by name: what one GPU has of it, how it lies, what it is drawn from."""
+        """The arrays to fill, by name: one GPU's shape, its PartitionSpec and its distribution."""
         specs = jax.tree.leaves(self.model.param_specs())
         found: dict[Any, Any] = {
             name: (leaf, spec, draw_of(name, leaf, self.model))
@@ -226,7 +229,7 @@ class ShardedModel:
         }
         for cache, arrays in self.state_shapes.caches.items():
             for name, leaf in arrays.items():
-                # What counts begins at 0.
+                # Integer arrays are counters and start at 0.
                 draw = UniformRange.of(float(jnp.issubdtype(leaf.dtype, jnp.floating)))
                 found[cache, name] = leaf, self.specs[1].caches[cache][name], draw
         return found
@@ -243,19 +246,19 @@ class ShardedModel:
         return over.lower(*given).compile()
 
     def batch(self, count: int, step: int) -> Any:
-        """A decode step's batch: each data group has as many rows, tokens and pages of its own."""
+        """A decode step's batch, with as many rows in each data group, and their own tokens."""
         groups = self.parallel.data
         batch = self.rows.decode(count // groups, step)
         batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.tokens))
         whole = jax.tree.map(lambda x: np.concatenate([x] * groups), batch)
-        # Equal tokens would choose equal experts, and fewer of them.
+        # Equal tokens would choose equal experts, and so fewer of them.
         drawn = np.random.default_rng((self.seed, step, count))
         tokens = drawn.integers(self.rows.vocab, size=whole.tokens.shape, dtype=np.int32)
         whole = dataclasses.replace(whole, tokens=tokens)
         return jax.device_put(whole, self.group.sharding(self.group.rows))
 
     def time(self, count: int, options: Options = ()) -> dict[str, Any]:
-        """The row of a decode step of `count` rows in all, compiled with one of `options`."""
+        """Returns the row of a decode step of `count` rows, compiled with one of `options`."""
         batches = [self.batch(count, number) for number in range(STEPS)]
         compiled = self._steps[count, options].result()
 
@@ -264,7 +267,7 @@ class ShardedModel:
             tokens, self.state = in_turn(compiled, self.params, self.state, batch)
             return tokens
 
-        for _ in range(3):  # one loads, one records, and with collectives one more updates
+        for _ in range(3):  # one loads, one records, and with collectives a third one updates
             jax.block_until_ready(call())
         once = seconds(call, repeats=3, warmup=0.0)
         calls = max(1, min(256, math.ceil(RUN_SECONDS / once)))
@@ -313,16 +316,16 @@ def model_specs(model: Any) -> tuple[Any, DecodeState]:
 
 
 def cache_tokens(model: Any, parallel: Parallel, *, total: int, rows: int, held: int) -> int:
-    """The most tokens that the caches of a layout hold, in all its data groups, from shapes.
+    """Maximum number of tokens in the caches of a layout, over all its data groups, from shapes.
 
-    Pages over GPUs (`context`) count once each. The result is 0 where weights and slots leave no
-    room, or where the model has no pages.
+    Pages that are split over GPUs (`context`) count once per GPU. The result is 0 if weights and
+    slots leave no room, or if the model has no pages.
 
     Args:
-        model: that one GPU runs.
-        total: bytes of a card.
-        rows: of a data group.
-        held: bytes beside the caches: of weights, scratch and temp.
+        model: The model that one GPU runs.
+        total: Bytes of a GPU.
+        rows: Rows of a data group.
+        held: Bytes in addition to the caches: weights, scratch and temp.
     """
 
     def size(pages: int) -> int:
@@ -347,6 +350,6 @@ def _kind(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> tuple[Any, str, Pa
 def _greedy(
     model: Any, implementation: Any, params: Any, state: DecodeState, batch: Any
 ) -> tuple[jax.Array, DecodeState]:
-    """The likeliest tokens, each GPU's of its part of the vocabulary merged, and the state."""
+    """The likeliest tokens, merged over the GPUs' parts of the vocabulary, and the state."""
     logits, state = model.decode(params, state, batch, implementation=implementation)
     return model.vocabulary.best(logits)[0], state

@@ -1,1 +1,1 @@
-"""`python -m jaxattn.bench offline MODEL`: whole requests through the engine, beside vLLM."""
+"""`python -m jaxattn.bench offline MODEL`: whole requests, compared with vLLM."""

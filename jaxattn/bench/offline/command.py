@@ -1,18 +1,19 @@
-"""`python -m jaxattn.bench offline MODEL`: whole requests through the engine, beside vLLM.
+"""`python -m jaxattn.bench offline MODEL`: whole requests through the engine, compared with vLLM.
 
-Each engine runs in a process of its own, with its default options, random weights of MODEL's shapes
-and the same token ids. vLLM runs first, where it is installed, so that a card that gets warm slows
-jaxattn down. MODEL is a shipped configuration, the beginning of its name, or a folder with a
-config.json. Answers are greedy, and as long as they were asked for.
+Each engine runs in its own process, with its default options, random weights of MODEL's shapes and
+the same token ids. Where vLLM is installed, it runs first, so a GPU that warms up slows jaxattn
+down. MODEL is a shipped configuration, the beginning of its name, or a folder with a config.json.
+Decoding is greedy, and every answer has the requested length.
 
-    throughput   requests that all come at once: seconds, tokens per second
-    prompt       one prompt at a time, to its first token
+    throughput   requests that all arrive at once: seconds, tokens per second
+    prompt       one prompt at a time: time to its first token
     decode       a decode step of B rows of T tokens, while nothing else runs
 
-`start` is from the start of the process to the first request: imports, weights, compilation. The
-lengths of `--mix sharegpt` are drawn: prompts and answers are log-normal, with medians of 90 and
-150 tokens and standard deviations of the logarithm of 1.35 and 1.0, from 4 to 1,024 tokens. These
-four numbers are our choice; no data set is fetched.
+`start` is the time from the start of the process to the first request: imports, weights and
+compilation. `--mix sharegpt` draws the lengths of prompts and answers from log-normal
+distributions, from 4 to 1,024 tokens. Their medians are 90 and 150 tokens, and the standard
+deviations of the logarithm 1.35 and 1.0. These four numbers are our choice; the bench needs no data
+set.
 """
 
 import argparse
@@ -131,7 +132,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> dict[str, Any]:
-    """The facts and rows of an engine that runs in a process of its own, and what went wrong."""
+    """Runs an engine in its own process; returns its facts, its rows and its failure or None."""
     with choice.folder() as folder, tempfile.TemporaryDirectory() as parent:
         job, lines = Path(parent, "job.json"), Path(parent, "result.jsonl")
         asked = {
@@ -153,7 +154,7 @@ def run_engine(engine: str, choice: EngineChoice, args: argparse.Namespace) -> d
 
 
 def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: float) -> str | None:
-    """Runs an engine's process; what went wrong with it, or None."""
+    """Runs an engine's process; returns an error message, or None."""
     command = [sys.executable, "-m", "jaxattn.bench.offline.engine_process", str(job), str(lines)]
     with child_process(command, environment, stdout=sys.stderr) as process:
         try:

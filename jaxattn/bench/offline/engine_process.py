@@ -1,7 +1,8 @@
 """The process of one engine: `python -m jaxattn.bench.offline.engine_process JOB RESULT`.
 
-Two engines do not fit a device at the same time. So each has a process of its own, which ends
-before the next begins. JOB is JSON, RESULT gets a line of JSON for each fact and measure.
+A device does not have room for two engines at the same time. So each engine has its own process,
+which ends before the next one starts. JOB is a JSON file. The process writes one line of JSON to
+RESULT for each fact and measure.
 """
 
 import json
@@ -16,7 +17,7 @@ from jaxattn.bench.offline.workload import OfflineWorkload
 
 
 def opened(job: dict[str, Any]) -> OfflineEngine:
-    """The engine that a job names."""
+    """Starts the engine that a job names."""
     if job["engine"] == "vLLM":
         from jaxattn.bench.baselines.vllm_engine import VllmEngine
 
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
         tell("row", {"what": "start", "unit": "s", "value": start})
         for row in measured(engine, work, job["measures"]):
             tell("row", row)
-        used = memory_used()  # before an engine asks the driver, which takes memory for it
+        used = memory_used()  # first, because an engine's driver query takes memory itself
         for what, amount in (engine.memory() | used).items():
             tell("row", {"what": f"memory, {what}", "unit": "GB", "value": amount})
         tell("facts", engine.facts())

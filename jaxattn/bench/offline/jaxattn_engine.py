@@ -1,4 +1,4 @@
-"""Our engine with its default options and random weights, as `measures` asks it."""
+"""The jaxattn engine with default options and random weights, as an `OfflineEngine`."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxattn import Engine, Request, __version__
-from jaxattn.bench.harness.timing import device_facts
+from jaxattn.bench.harness.device_info import device_facts
 from jaxattn.bench.model.model_lookup import find
 from jaxattn.bench.model.random_weights import random_params
 from jaxattn.bench.offline.measures import MeasureError
@@ -25,17 +25,17 @@ SHOWN = (
 
 
 class JaxattnEngine:
-    """`jaxattn.Engine`, without a single option.
+    """`jaxattn.Engine` with default options.
 
     Args:
-        folder: with a config.json.
+        folder: A folder with a config.json.
     """
 
     name = "jaxattn"
 
     def __init__(self, folder: str) -> None:
         on_cpu = jax.config.jax_platforms == "cpu"
-        choose_device("auto", None, None if on_cpu else UTILIZATION)  # JAX's share, as `serve` has
+        choose_device("auto", None, None if on_cpu else UTILIZATION)  # the memory share of `serve`
         model = find(folder)[2]
         self._engine = Engine(model, random_params(model))
         self._engine.start()
@@ -67,7 +67,7 @@ class JaxattnEngine:
         }
 
     def memory(self) -> dict[str, float]:
-        """The plan of what JAX's allocator holds, and its peak where the device tells one."""
+        """The planned bytes in JAX's allocator, and its peak if the device reports one."""
         found = {"planned": self._engine.plan.inside / 1e9}
         stats = jax.devices()[0].memory_stats() or {}
         if peak := stats.get("peak_bytes_in_use"):

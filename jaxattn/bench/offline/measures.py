@@ -1,7 +1,7 @@
-"""Measures of an engine through its public interface: throughput, one prompt, decode steps.
+"""Measures of an engine through its public interface: throughput, single prompts, decode steps.
 
-Whatever engine it is, the code is the same. An engine gets all requests at once and says which rows
-got a token in each of its steps. Every token is chosen greedily, and no token ends an answer.
+The code is the same for every engine. An engine gets all requests at once and reports which rows
+got a token in each of its steps. Decoding is greedy, and no stop token ends an answer.
 """
 
 import functools
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jaxattn.bench.offline.workload import OfflineRequest, OfflineWorkload
 
-DECODE_STEPS = 96  # tokens of a row for the window in which all rows decode
-TOKENS_PER_STEP = 2048  # prompt tokens of a step at least: as long may the last row begin later
-LEAST_STEPS = 12  # of the window
+DECODE_STEPS = 96  # tokens per row for the window in which all rows decode
+TOKENS_PER_STEP = 2048  # assumed minimum of prompt tokens per step, for the last row's start
+LEAST_STEPS = 12  # steps that the window needs
 WARM_TOKENS = 8
 OUT, IN = "output tok/s", "input tok/s"
 
@@ -25,14 +25,16 @@ Row = dict[str, Any]
 
 
 class MeasureError(Exception):
-    """A measure that this engine cannot give; the message says why."""
+    """Raised if an engine cannot give a measure; the message gives the reason."""
 
 
 class OfflineEngine(Protocol):
-    """An engine whose requests all come at once.
+    """An engine that gets all its requests at once.
 
     Attributes:
-        longest: tokens of a prompt and its answer, at most.
+        name: The engine's name.
+        vocab_size: The number of token ids.
+        longest: The maximum number of tokens of a prompt and its answer together.
     """
 
     name: str
@@ -43,25 +45,25 @@ class OfflineEngine(Protocol):
         """Serves all requests.
 
         Raises:
-            MeasureError: an answer is shorter than was asked for.
+            MeasureError: an answer is shorter than requested.
         """
 
     def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:
-        """Serves all requests; the places of those that got a token, for each step."""
+        """Serves all requests; yields, per step, the index of each request that got a token."""
 
     def facts(self) -> dict[str, Any]:
-        """Version, device and the options in effect."""
+        """The version, the device and the options in effect."""
 
     def memory(self) -> dict[str, float]:
-        """GB, by what they are."""
+        """Memory in GB, by what it is."""
 
 
 class StepWindow(NamedTuple):
     """The steps in which all rows decode.
 
     Attributes:
-        ms: of a step, the median of thirds.
-        steps: how many there are.
+        ms: Milliseconds per step, the median of the window's three thirds.
+        steps: The number of steps.
     """
 
     ms: float
@@ -69,7 +71,7 @@ class StepWindow(NamedTuple):
 
 
 def measured(engine: OfflineEngine, work: OfflineWorkload, what: Iterable[str]) -> Iterator[Row]:
-    """The rows of all measures in `what`; one that cannot be taken says why in `error`."""
+    """Yields the rows of all measures in `what`; the row of a failed measure has an `error`."""
     for name in what:
         for title, take in MEASURES[name](engine, work):
             try:
@@ -101,7 +103,7 @@ def throughput(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure
 
 
 def one_prompt(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure]:
-    """Milliseconds from a prompt to its first token, with nothing beside it."""
+    """Milliseconds from a prompt to its first token, with no other request running."""
 
     def take(tokens: int, what: str) -> Iterator[Row]:
         _check_length(engine, tokens + 1)
@@ -116,7 +118,7 @@ def one_prompt(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure
 
 
 def decode(engine: OfflineEngine, work: OfflineWorkload) -> Iterator[Measure]:
-    """Milliseconds of a decode step, while all rows decode and no prompt is read."""
+    """Milliseconds per decode step while all rows decode and no prompt is prefilled."""
 
     def take(rows: int, what: str) -> Iterator[Row]:
         answer = DECODE_STEPS + math.ceil(rows * work.context / TOKENS_PER_STEP)
@@ -141,21 +143,21 @@ MEASURES: dict[str, Callable[[OfflineEngine, OfflineWorkload], Iterator[Measure]
 
 
 def seconds(engine: OfflineEngine, requests: Sequence[OfflineRequest]) -> float:
-    """How long all requests take."""
+    """Seconds that the engine needs for all requests."""
     begin = time.perf_counter()
     engine.generate(requests)
     return time.perf_counter() - begin
 
 
 def stamped(steps: Iterator[list[int]]) -> list[tuple[float, list[int]]]:
-    """When each step that gave a token ended, and which rows it gave one."""
+    """(end time, rows that got a token) of each step that generated a token."""
     return [(time.perf_counter(), rows) for rows in steps if rows]
 
 
 def window(steps: Sequence[tuple[float, list[int]]], rows: int, answer: int) -> StepWindow:
-    """The time of a step, from when the last row has begun to when the first has ended.
+    """The time per step between the start of the last row and the end of the first row to finish.
 
-    A step may give a row several tokens: what counts is time over tokens per row.
+    A step may generate several tokens per row, so a step here is one token per row.
 
     Raises:
         MeasureError: too few steps have all rows.

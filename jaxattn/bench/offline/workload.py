@@ -1,4 +1,4 @@
-"""The requests of an offline run: token ids and lengths of answers, the same for every engine."""
+"""The requests of an offline run: token ids and answer lengths, the same for every engine."""
 
 import dataclasses
 import zlib
@@ -13,7 +13,7 @@ FIXED, SHAREGPT = "fixed", "sharegpt"
 
 @dataclasses.dataclass(frozen=True)
 class OfflineRequest:
-    """A prompt, and how many tokens answer it, whatever they are."""
+    """A prompt as token ids, and the exact number of tokens to generate."""
 
     prompt: Sequence[int]
     answer: int
@@ -21,17 +21,18 @@ class OfflineRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfflineWorkload:
-    """What an engine is asked for in a run.
+    """The requests that an engine gets in a run.
 
     Attributes:
-        requests, prompt, output: of the throughput runs: requests, tokens of each.
-        mixes: of `FIXED`, which has these lengths, and `SHAREGPT`, which draws as many requests
-            with the lengths of `LengthDistribution`.
-        prompts: tokens of the prompts that are read one at a time.
-        rows, context: of the decode steps; the row that began first has `context` tokens in the
-            middle of the steps that are timed.
-        repeats: runs of each kind but of decode steps, of which the median counts.
-        seed: of lengths and token ids.
+        requests, prompt, output: The number of requests in a throughput run, and the tokens of each
+            prompt and answer.
+        mixes: `FIXED` for the lengths above, `SHAREGPT` for as many requests with lengths drawn
+            from `LengthDistribution`, or both.
+        prompts: The lengths of the prompts that run one at a time.
+        rows, context: The rows of the decode steps, and the tokens of the row that began first, in
+            the middle of the timed steps.
+        repeats: The number of runs of each kind except decode steps; the median counts.
+        seed: The seed of lengths and token ids.
     """
 
     requests: int = 256
@@ -45,7 +46,7 @@ class OfflineWorkload:
     seed: int = 0
 
     def lengths(self, mix: str) -> list[tuple[int, int]]:
-        """(tokens of the prompt, tokens of the answer) of each request."""
+        """(prompt tokens, answer tokens) of each request."""
         if mix == FIXED:
             return [(self.prompt, self.output)] * self.requests
         return list(LengthDistribution().lengths(self.requests, self.seed))
@@ -58,10 +59,10 @@ class OfflineWorkload:
     def draw(
         self, what: str, lengths: Sequence[tuple[int, int]], vocab_size: int, repeat: int = 0
     ) -> list[OfflineRequest]:
-        """Requests of other token ids for each `what` and `repeat`: none is in a prefix cache."""
+        """Requests with new token ids for each `what` and `repeat`, so no prefix cache has them."""
         seeds = self.seed, zlib.crc32(what.encode()), repeat
         luck = np.random.default_rng(seeds)
-        low = min(10, vocab_size // 4)  # the first ones are often special
+        low = min(10, vocab_size // 4)  # the first ids are often special tokens
         return [
             OfflineRequest(luck.integers(low, vocab_size - low, tokens).tolist(), answer)
             for tokens, answer in lengths
@@ -70,6 +71,6 @@ class OfflineWorkload:
     def runs(
         self, what: str, lengths: Sequence[tuple[int, int]], vocab_size: int
     ) -> Iterator[list[OfflineRequest]]:
-        """The requests of each of the repeats."""
+        """Yields the requests of each repeat."""
         for repeat in range(self.repeats):
             yield self.draw(what, lengths, vocab_size, repeat)

@@ -1,8 +1,8 @@
-"""The picture of a run of `parallel`: tokens per second by the number of GPUs, and steps' times.
+"""The plot of a run of `parallel`: tokens per second by the number of GPUs, and step times.
 
-Left, a line for each model, mode and number of rows: times of one GPU's tokens per second. Right, a
-step's roof, kernels and time where no single GPU holds the model, or where there is one layout
-alone.
+The left panel shows a line for each model, mode and number of rows: tokens per second relative to
+one GPU. The right panel shows a step's roofline, kernels and time if no single GPU holds the model
+or if there is only one layout.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ type Line = list[tuple[int, float]]  # GPUs, times one GPU
 
 
 def mode(layout: str) -> str:
-    """Of flags such as "--data 2 --expert 2": DP + EP."""
+    """The mode of flags such as "--data 2 --expert 2": DP + EP."""
     words = layout.split()
     given = {name.removeprefix("--"): n for name, n in zip(words[::2], words[1::2], strict=True)}
     if "data" in given:
@@ -25,10 +25,10 @@ def mode(layout: str) -> str:
 
 
 def lines(rows: Iterable[Row]) -> dict[str, Line]:
-    """Times one GPU's tokens per second over the number of GPUs, by the words of a line.
+    """Maps a line's label to (GPUs, tokens per second relative to one GPU).
 
-    Of steps with one launch per sum and without, the faster. Where one GPU has no room for the rows
-    of data groups, it has as many as each of them.
+    A line takes the faster of the steps with and without one launch per sum. If one GPU has no room
+    for the rows of all data groups, the comparison is with one GPU at the rows of one group.
     """
     one: dict[Any, float] = {}
     found: dict[str, dict[int, float]] = {}
@@ -51,7 +51,7 @@ def lines(rows: Iterable[Row]) -> dict[str, Line]:
 
 
 def draw(figure_type: Any, rows: list[Row], title: str) -> Any:
-    """The figure of rows that each name their `model`; None where no panel has anything to show."""
+    """The figure of rows that each name their `model`; None if both panels would be empty."""
     held = {row["model"] for row in rows if row["GPUs"] == 1}
     fastest: dict[Any, Row] = {}
     for row in sorted(rows, key=lambda row: -row["ms"]):

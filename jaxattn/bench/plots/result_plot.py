@@ -1,7 +1,7 @@
-"""Pictures of a run: where its rows stand under its roof, and times beside those of peers.
+"""Plots of a run: its rows under their roofline, and times compared with those of baselines.
 
-A run of `model` has bars instead: each step's roof, its kernels and its time. One of `parallel` has
-them too, beside how tokens per second grow with the GPUs (parallel_plot.py).
+A run of `model` has bars instead: each step's roofline, its kernels and its time. One of `parallel`
+also shows how tokens per second grow with the GPUs (parallel_plot.py).
 """
 
 import json
@@ -14,24 +14,24 @@ from typing import Any
 from jaxattn.bench.plots import parallel_plot
 
 OURS = "jaxattn"
-# A colour and a marker for each; ours first, then the peers in the order in which rows have them.
+# A colour and a marker for each: ours first, then the baselines in the order of the rows.
 COLOURS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888")
 MARKERS = ("o", "D", "s", "^", "v", "P")
 POWERS_OF_TWO = [2.0**i for i in range(-4, 14)]
 ONE_TWO_FIVE = [digit * 10.0**i for i in range(-4, 4) for digit in (1, 2, 5)]
-LINE = 0.042  # of the picture's height, for a label
+LINE = 0.042  # height of a label, as a fraction of the plot's
 TIMES = {"us": 1e-6, "ms": 1e-3}
 
 
 class BenchPlotError(Exception):
-    """There is no picture; the message says what to do."""
+    """Raised if there is nothing to plot or no way to; the message says what to do."""
 
 
 def require_matplotlib() -> Any:
-    """matplotlib's Figure.
+    """Returns matplotlib's Figure.
 
     Raises:
-        BenchPlotError: it is not installed.
+        BenchPlotError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def require_matplotlib() -> Any:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run that `--json` stored.
+    """Loads a run that `--json` stored.
 
     Raises:
         BenchPlotError: the file cannot be read.
@@ -59,7 +59,7 @@ def unit(row: dict[str, Any]) -> str:
 
 
 def shape(row: dict[str, Any]) -> dict[str, Any]:
-    """What stands before the time."""
+    """The columns before the time."""
     keys = list(row)
     return {key: row[key] for key in keys[: keys.index(unit(row))]}
 
@@ -69,7 +69,7 @@ def name(row: dict[str, Any]) -> str:
 
 
 def times(row: dict[str, Any], peers: Sequence[str]) -> Iterator[tuple[str, float]]:
-    """(who, time in the row's unit): ours, then of peers those that were measured."""
+    """Yields (name, time in the row's unit): ours, then each baseline that was measured."""
     yield OURS, row[unit(row)]
     for peer in peers:
         time = row.get(f"{peer} {unit(row)}")
@@ -78,8 +78,7 @@ def times(row: dict[str, Any], peers: Sequence[str]) -> Iterator[tuple[str, floa
 
 
 def save(result: dict[str, Any], path: Path) -> None:
-    """A roofline of a run's JSON as a PNG, for the delta rule also bars of the times, and for a
-    whole model bars alone.
+    """Writes a PNG of a run: a roofline, for the delta rule also bars, for whole models only bars.
 
     Raises:
         BenchPlotError: matplotlib is not installed, the run has nothing to draw, or the file cannot
@@ -128,7 +127,7 @@ def _written(figure: Any, path: Path) -> None:
 
 
 def _model(figure_type: Any, result: dict[str, Any]) -> Any:
-    """Each decode step's roof, kernels and time, the fewest rows on top."""
+    """Each decode step's roofline, kernels and time, with the fewest rows at the top."""
     rows = [row for row in result.get("rows", []) if "roof ms" in row]
     if not rows:
         raise BenchPlotError("the run has no decode steps with a roof: draw those of a whole run")
@@ -176,8 +175,10 @@ def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
 
 
 def _peers(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Columns named "WHO us" or "WHO ms", but for other times of our own, and "WHO call us" where
-    there is "WHO us" too."""
+    """Yields the NAME of each column "NAME us" or "NAME ms", except other times of our own.
+
+    A column "NAME call us" is skipped if there is "NAME us" too.
+    """
     for row in rows:
         for key in row:
             who, _, last = key.rpartition(" ")
@@ -200,7 +201,7 @@ def _roofline(
             points.setdefault(who, []).append((intensity, row["TFLOP/s"] * ours / time))
     xs, ys = ([p[i] for each in points.values() for p in each] for i in (0, 1))
     left, right, low, high = min(xs) / 1.6, max(xs) * 1.6, min(ys) / 1.4, max(ys) * 1.4
-    # Rows are of bursts, and so is their roof; older runs have that of long loops alone.
+    # Rows are bursts, and so is their roofline; older runs have only that of long loops.
     burst = result.get("burst", result)
     if "copy_GB_s" in burst and "matmul_TFLOP_s" in burst:
         copy = max(burst["copy_GB_s"], burst.get("read_GB_s", 0.0)) / 1e3
@@ -217,7 +218,7 @@ def _roofline(
         )
     for who, colour, marker in zip((OURS, *peers), COLOURS, MARKERS, strict=False):
         if who in points:
-            face = colour if who == OURS else "none"  # what lies below stays visible
+            face = colour if who == OURS else "none"  # does not cover other points
             axes.scatter(
                 *zip(*points[who], strict=True), facecolor=face, edgecolor=colour, marker=marker,
                 label=who, zorder=3, s=26,
@@ -238,8 +239,10 @@ def _roofline(
 
 
 def _labels(axes: Any, names: Sequence[str], points: Sequence[tuple[float, float]]) -> None:
-    """The shapes in a column to the right, with a line to each: many points have one intensity and
-    stand too close for a name beside them."""
+    """Writes the shapes in a column to the right, each with a line to its point.
+
+    Many points have the same intensity and lie too close for a name next to each.
+    """
     order = sorted(range(len(names)), key=lambda i: points[i][1])
     bottom, top = map(math.log, axes.get_ylim())
     heights = [(math.log(points[i][1]) - bottom) / (top - bottom) for i in order]
@@ -262,8 +265,8 @@ def _labels(axes: Any, names: Sequence[str], points: Sequence[tuple[float, float
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights moved as little as keeps them `gap` apart, and none above 1."""
-    groups: list[list[float]] = []  # each is moved as one, to its mean
+    """Moves ascending heights as little as possible, so that they are `gap` apart and at most 1."""
+    groups: list[list[float]] = []  # each moves as one, to its mean
     for place, height in enumerate(heights):
         groups.append([height - place * gap])
         while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
@@ -275,7 +278,7 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _bars(axes: Any, rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
-    """Times of each shape, ours and peers', the first shape on top."""
+    """Draws the times of each shape, ours and the baselines', with the first shape at the top."""
     shown = dict.fromkeys(who for row in rows for who, _ in times(row, peers))
     thick = 0.8 / len(shown)
     for at, who in enumerate(shown):

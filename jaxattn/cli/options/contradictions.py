@@ -9,7 +9,7 @@ import argparse
 from jaxattn.cli.options import http_options
 from jaxattn.cli.options.parser import InputError
 from jaxattn.core.cache.formats import PAGE_SIZE
-from jaxattn.memory.engine_limits import LINE_TOKENS
+from jaxattn.limits import LINE_TOKENS
 
 
 def check_sizes(options: argparse.Namespace) -> None:

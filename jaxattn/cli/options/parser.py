@@ -1,20 +1,11 @@
-"""The option parser of the commands, options shared by several commands, and input errors."""
+"""The option parser of the commands, and input errors."""
 
 import argparse
 import re
 from typing import NoReturn
 
-from jaxattn import __version__, interrupt
-from jaxattn.cli.options.value_types import number, size
-from jaxattn.core.cache.formats import CACHE_FORMATS
-from jaxattn.memory.engine_limits import DRAFT_SOURCES
+from jaxattn import __version__
 
-PROGRAM = interrupt.program("serve")
-MAX_MODEL_LEN = 1024
-CHAT_MODEL_LEN = 4096
-MAX_TOKENS = 160
-BATCH = 4
-SERVER_BATCH = 16
 VERSION = f"jaxattn {__version__}"
 # Fields of `Limits` -> options with other names.
 RENAMED = {
@@ -82,65 +73,3 @@ def in_options(error: Exception | str) -> str:
         return f"{name} {value}".rstrip()
 
     return _FIELD.sub(option, " ".join(str(error).split()))
-
-
-LAYOUT = {
-    "data": "data-parallel groups of GPUs, each with its own rows",
-    "tensor": "tensor parallelism: GPUs that divide heads, columns and the vocabulary",
-    "context": "context parallelism: GPUs of a group that divide the pages of each row",
-    "expert": "expert parallelism: GPUs that divide the experts",
-}
-
-
-def add_cache_format(group: argparse._ActionsContainer) -> None:
-    """Adds the options of the KV cache format to a parser or a group."""
-    group.add_argument(
-        "--kv-cache-dtype",
-        choices=CACHE_FORMATS,
-        default="auto",
-        help="format of the cache: MLA supports bfloat16 and fp8_block, grouped-query attention "
-        "all formats except fp8_block",
-    )
-    group.add_argument(
-        "--kv-cache-native-layers",
-        metavar="N",
-        type=number(int, lambda x: x >= 0, "a number of layers: use 0 or more"),
-        default=0,
-        help="number of first and of last attention layers that keep the model's own cache format",
-    )
-
-
-def add_speculation(group: argparse._ActionsContainer) -> None:
-    """Adds --speculate and --speculate-by: the number of draft tokens, and what drafts them."""
-    group.add_argument(
-        "--speculate",
-        metavar="N",
-        type=size,
-        default=0,
-        help="speculative decoding: most tokens, up to 3, that a step drafts for each row "
-        "(default: none)",
-    )
-    group.add_argument(
-        "--speculate-by",
-        choices=DRAFT_SOURCES,
-        default="lookup",
-        help="lookup drafts what followed the row's last tokens before; mtp loads the model's own "
-        "prediction layer (MTP), which drafts wherever that is faster (default: lookup)",
-    )
-
-
-def add_dense(group: argparse._ActionsContainer) -> None:
-    """Adds --dense, the format of a checkpoint's quantized matrices other than its experts."""
-    group.add_argument(
-        "--dense",
-        choices=("fp8", "4bit", "bfloat16"),
-        help="format of a quantized model's matrices except its routed experts; bfloat16 takes "
-        "twice the bytes of fp8 and about four times those of 4bit (default: as the checkpoint "
-        "stores them)",
-    )
-
-
-def add_layout(group: argparse._ActionsContainer) -> None:
-    """Adds --data, --tensor, --context and --expert, which `parallel_config.read_layout` reads."""
-    for name, what in LAYOUT.items():
-        group.add_argument(f"--{name}", metavar="N", type=size, default=1, help=what)

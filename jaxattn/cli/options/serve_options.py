@@ -4,23 +4,19 @@ import argparse
 import math
 from pathlib import Path
 
+from jaxattn import interrupt
 from jaxattn.cli.options import http_options, multihost_options
-from jaxattn.cli.options.parser import (
-    BATCH,
-    CHAT_MODEL_LEN,
-    MAX_MODEL_LEN,
-    MAX_TOKENS,
-    PROGRAM,
-    SERVER_BATCH,
-    VERSION,
-    HelpFormatter,
-    OptionParser,
-    add_cache_format,
-    add_dense,
-    add_layout,
-    add_speculation,
-)
+from jaxattn.cli.options.model_options import add_cache_format, add_dense, add_speculation
+from jaxattn.cli.options.parallel_options import add_layout
+from jaxattn.cli.options.parser import VERSION, HelpFormatter, OptionParser
 from jaxattn.cli.options.value_types import fraction, number, size, sizes
+
+PROGRAM = interrupt.program("serve")
+MAX_MODEL_LEN = 1024
+CHAT_MODEL_LEN = 4096
+MAX_TOKENS = 160
+BATCH = 4
+SERVER_BATCH = 16
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,12 +12,13 @@ from typing import TextIO
 
 from rich.console import Console
 
-from jaxattn.cli.exit_codes import code_of, interrupts_raised
+from jaxattn.cli.exit_codes import code_of
 from jaxattn.cli.serve.request_inputs import RequestFactory, in_template, user
 from jaxattn.cli.serve.text_stream import StyledText, TextPrinter
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason, GenerationInterrupted
 from jaxattn.engine.requests.request import GenerationStats, Request
+from jaxattn.interrupt import interrupts_raised
 
 
 def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxattn.cli.exit_codes import code_of, exit_code, interrupts_raised
+from jaxattn.cli.exit_codes import code_of, exit_code
 from jaxattn.cli.options import contradictions
-from jaxattn.cli.options.parallel_config import read_layout
-from jaxattn.cli.options.parser import PROGRAM, InputError
-from jaxattn.cli.options.serve_options import parser
+from jaxattn.cli.options.parallel_options import read_layout
+from jaxattn.cli.options.parser import InputError
+from jaxattn.cli.options.serve_options import PROGRAM, parser
 from jaxattn.cli.plan_report import show_plan
 from jaxattn.cli.serve import http_server
 from jaxattn.cli.serve.chat_session import Conversation, turns
@@ -37,18 +37,19 @@ from jaxattn.cli.serve.request_inputs import (
     opening,
     read_limits,
 )
+from jaxattn.cli.serve.run_report import RunReport, measure, summary_lines, to_json
 from jaxattn.cli.serve.text_stream import TextPrinter, TextStream
 from jaxattn.cli.startup import multihost
 from jaxattn.cli.startup.compilation_cache import NONE, enable_compilation_cache
 from jaxattn.cli.startup.engine_startup import choose_device, share_of_device, start_engine
 from jaxattn.cli.startup.model_source import choose, one_line
-from jaxattn.cli.startup.run_report import RunReport, measure, summary_lines, to_json
 from jaxattn.cli.startup.stage_timings import StageTimings
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.runtime.recompilation_guard import SealError
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.interrupt import interrupts_raised
+from jaxattn.limits import Limits
 from jaxattn.text import Tokenizer
 
 

@@ -24,7 +24,7 @@ from jaxattn.engine.distributed.process_group import ProcessGroup
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.runtime import gc_pause
 from jaxattn.engine.runtime.recompilation_guard import SealError
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import Model
 from jaxattn.text import SamplingDefaults, Tokenizer
 

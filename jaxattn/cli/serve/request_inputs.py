@@ -5,20 +5,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from jaxattn.cli.options.parser import (
+from jaxattn.cli.options.parser import InputError, in_options
+from jaxattn.cli.options.serve_options import (
     BATCH,
     CHAT_MODEL_LEN,
     MAX_MODEL_LEN,
     MAX_TOKENS,
     SERVER_BATCH,
-    InputError,
-    in_options,
 )
 from jaxattn.cli.serve.default_prompts import PROMPTS
 from jaxattn.core.validation.arguments import MOST
 from jaxattn.engine.requests.request import Request
 from jaxattn.engine.startup.limits_search import BATCH as MOST_ROWS
-from jaxattn.memory.engine_limits import Limits, UnsetInt
+from jaxattn.limits import Limits, UnsetInt
 from jaxattn.models.interface import Model
 from jaxattn.text import ByteTokenizer, TextError, Tokenizer
 

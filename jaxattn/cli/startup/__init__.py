@@ -1,1 +1,1 @@
-"""Startup of a command's engine: model source, compile cache, hosts, progress and report."""
+"""Startup of a command's engine: model source, compile cache, hosts and progress."""

@@ -17,13 +17,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxattn.cli.options.parallel_config import read_layout, shard_over_devices
+from jaxattn.cli.options.parallel_options import read_layout
 from jaxattn.cli.options.parser import InputError
-from jaxattn.cli.plan_report import refused_plan
+from jaxattn.cli.plan_report import plan_lines, refused_plan
 from jaxattn.cli.startup.model_source import ModelSource, one_line, refusals
 from jaxattn.cli.startup.progress_display import ProgressDisplay
 from jaxattn.cli.startup.progress_lines import progress
-from jaxattn.cli.startup.run_report import plan_lines
 from jaxattn.cli.startup.stage_timings import StageTimings, executable_lines
 from jaxattn.core.dispatch import Refusal
 from jaxattn.engine.distributed.process_group import ProcessGroup
@@ -32,8 +31,10 @@ from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import prepare
 from jaxattn.engine.startup.limits_search import UTILIZATION
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
+from jaxattn.models import divided
 from jaxattn.models.interface import Model
+from jaxattn.parallel import DeviceGroup, Parallel
 from jaxattn.text import Tokenizer
 
 
@@ -76,6 +77,28 @@ def share_of_device(options: argparse.Namespace) -> float | None:
     if options.utilization is not None or options.num_pages is not None or on_cpu:
         return options.utilization
     return UTILIZATION
+
+
+def shard_over_devices(
+    model: Model, limits: Limits, parallel: Parallel
+) -> tuple[Model, DeviceGroup | None]:
+    """Returns one GPU's shard of the model, and the group of devices or None for a single GPU.
+
+    Raises:
+        InputError: If the model does not support the layout, or there are fewer devices.
+    """
+    if parallel.gpus == 1:
+        return model, None
+    devices = tuple(jax.devices())
+    if len(devices) < parallel.gpus:
+        raise InputError(
+            f"{parallel.flags} takes {parallel.gpus} devices, and JAX sees {len(devices)}"
+        )
+    try:
+        served = model.with_cache_format(limits.cache_format, limits.native_layers)
+        return divided(served, parallel), DeviceGroup(parallel, devices[: parallel.gpus])
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 class LoadCancelled(Exception):

@@ -17,7 +17,6 @@ from jaxattn import text
 from jaxattn.cli.options.parser import InputError, in_options
 from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.native_format import CheckpointError
-from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults, read_embedding_defaults
 from jaxattn.models.loading.gguf.gguf_header import is_gguf
 from jaxattn.models.loading.huggingface_checkpoint import OnProgress
 from jaxattn.models.loading.loader import (
@@ -27,6 +26,7 @@ from jaxattn.models.loading.loader import (
     NativeFolder,
     read_folder,
 )
+from jaxattn.models.loading.pooling_config import PoolingConfig, read_pooling_config
 from jaxattn.models.network.decoder_model import DecoderModel
 from jaxattn.models.registry import WeightsFormat
 
@@ -72,16 +72,16 @@ class ModelSource:
                     f"tokenizer: {error}"
                 ) from error
 
-    def embedding_defaults(self) -> EmbeddingDefaults:
+    def embedding_defaults(self) -> PoolingConfig:
         """Reads the defaults of the model's embeddings. Their files come with the tokenizer's.
 
         Raises:
             InputError: If a file is damaged.
         """
         if isinstance(self.folder, GgufFile):
-            return EmbeddingDefaults()
+            return PoolingConfig()
         with refusals():
-            return read_embedding_defaults(self.folder.path)
+            return read_pooling_config(self.folder.path)
 
     def model(self, tokenizer: text.Tokenizer) -> DecoderModel:
         """Returns the model, restricted to sampling ids of the tokenizer's vocabulary."""

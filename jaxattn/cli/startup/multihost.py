@@ -25,7 +25,7 @@ from jaxattn.cli.startup.model_source import ModelSource, one_line
 from jaxattn.engine.compilation.executable_cache import disable_compilation_cache
 from jaxattn.engine.distributed.process_group import ProcessGroup, end_process
 from jaxattn.engine.distributed.transport import HostError, host_and_port
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.checkpoint.fingerprint import fingerprint
 from jaxattn.parallel import Parallel
 from jaxattn.parallel.nccl_comm_split_flag import disable_comm_split

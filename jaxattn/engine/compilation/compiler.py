@@ -30,7 +30,7 @@ from jaxattn.engine.steps.step_interface import EngineStep
 from jaxattn.kernels.hopper.build.kernel_hash import unify_kernels
 from jaxattn.kernels.hopper.build.parallel_compilation import Compiling, ParallelCompiler
 from jaxattn.kernels.hopper.build.trace_cache import Shared, share_launches
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import Model
 
 OnCompile = Callable[[str, float | None], None]

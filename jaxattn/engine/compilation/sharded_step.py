@@ -18,10 +18,10 @@ from jaxattn.engine.steps.batch_update_steps import StateCopyStep
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import new_rows, new_state
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
-from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep
+from jaxattn.engine.steps.sampling_steps import BitmaskStep, SampleStep
 from jaxattn.engine.steps.score_step import HiddenStep, ScoreStep, head_of
 from jaxattn.engine.steps.step_interface import EngineStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model, compiler_options, jit_step
 from jaxattn.parallel import DeviceGroup

@@ -20,10 +20,10 @@ from jaxattn.engine.steps.batch_update_steps import (
 from jaxattn.engine.steps.device_batch import DeviceBatch, RowIndices
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep, round_of
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.sample_step import BitmaskStep, sample_of
+from jaxattn.engine.steps.sampling_steps import BitmaskStep, sample_of
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreControls, ScoreStep
 from jaxattn.engine.steps.step_interface import sampled_rows
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.parallel import DeviceGroup
 

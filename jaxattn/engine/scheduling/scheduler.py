@@ -34,7 +34,7 @@ from jaxattn.engine.scheduling.prefix_cache import (
     PrefixMatch,
 )
 from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingRequest
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 
 # Rows that need a page within this many tokens get it together with rows that need one now. So only
 # one call in 48 steps sends an update, however the rows are staggered.

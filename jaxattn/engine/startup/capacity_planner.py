@@ -13,8 +13,8 @@ from jaxattn.engine.startup.executable_memory import ExecutableMemory, from_comp
 from jaxattn.engine.startup.memory_plan import advice, check_row, fill, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.engine.steps.step_interface import EngineStep
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan, PlanError, nbytes
 from jaxattn.models.interface import Model
 

@@ -12,7 +12,7 @@ it needs.
 import dataclasses
 from typing import Any
 
-from jaxattn.memory.engine_limits import MOST_STEPS, Limits
+from jaxattn.limits import MOST_STEPS, Limits
 from jaxattn.memory.plan import nbytes
 
 # The host's time for a call and its tokens, at most (benchmarks/log/step.md). A longer step hides

@@ -27,8 +27,8 @@ from jaxattn.engine.steps.pooling_step import PoolingStep
 from jaxattn.engine.steps.score_step import GatherStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.engine.steps.step_interface import EngineStep
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.models.interface import Model
 
 

@@ -28,15 +28,15 @@ from jaxattn.engine.startup.default_limits import choose_limits, largest_steps
 from jaxattn.engine.startup.executable_memory import ExecutableMemory, bound_of
 from jaxattn.engine.startup.limits_search import DRIVER, LimitsChoice
 from jaxattn.engine.startup.placed_params import CheckedParams
+from jaxattn.limits import Limits
 from jaxattn.memory import device_memory
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.models import divided
 from jaxattn.models.caches.layer_cache import check_caches
 from jaxattn.models.interface import Model
 from jaxattn.parallel import ALONE, Parallel
-from jaxattn.parallel.collective_memory import collectives_bytes
+from jaxattn.parallel.nccl_memory import collectives_bytes
 from jaxattn.parallel.peer_access import peers_reach
 
 

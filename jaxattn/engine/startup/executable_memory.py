@@ -13,7 +13,7 @@ from jaxattn.engine.compilation.sharded_step import implementation_of
 from jaxattn.engine.steps.model_steps import FusedDecodeStep, ModelStep
 from jaxattn.engine.steps.step_catalog import all_steps
 from jaxattn.engine.steps.step_interface import EngineStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import PlanError, nbytes
 from jaxattn.memory.temp_bound import temp_bound
 from jaxattn.models.interface import Model

@@ -7,8 +7,8 @@ from typing import Any
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 from jaxattn.engine.startup.memory_plan import fill, page_bytes, plan_engine
 from jaxattn.engine.steps.step_catalog import all_steps
+from jaxattn.limits import Limits
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits
 from jaxattn.memory.plan import GIB, MIB, MemoryPlan, nbytes
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import Model

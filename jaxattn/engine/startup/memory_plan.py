@@ -26,8 +26,8 @@ from jaxattn.engine.steps.engine_state import (
     op_specs,
     row_shapes,
 )
+from jaxattn.limits import Limits, larger_shares
 from jaxattn.memory.device_memory import DeviceMemory
-from jaxattn.memory.engine_limits import Limits, larger_shares
 from jaxattn.memory.plan import MemoryBudget, MemoryPlan, PlanItem, nbytes, solve
 from jaxattn.models.caches.layer_cache import CacheSize, LayerCache
 from jaxattn.models.interface import Model, overlaid

@@ -14,7 +14,7 @@ from jaxattn.engine.steps.engine_state import new_state, row_shapes
 from jaxattn.engine.steps.prefill_batch import PromptLayout, by_lines
 from jaxattn.engine.steps.step_interface import EngineStep, int32
 from jaxattn.engine.steps.token_selection import remember
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 

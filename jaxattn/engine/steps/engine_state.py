@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.engine.steps import device_batch as device_rows
 from jaxattn.engine.steps.device_batch import DeviceBatch
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
 from jaxattn.models.interface import Model, init_state, overlaid
 

@@ -24,7 +24,7 @@ from jaxattn.engine.steps.speculation.prompt_lookup import draft
 from jaxattn.engine.steps.speculation.verification import DraftTokens, draft_batch, verify
 from jaxattn.engine.steps.step_interface import EngineStep, int32, on_device
 from jaxattn.engine.steps.token_selection import FinishCode, advance
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, Model
 from jaxattn.parallel import local_shard

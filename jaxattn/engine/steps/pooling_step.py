@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxattn.engine.steps.score_step import Head, HiddenStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import Model
 
 RANGES = 8  # ranges per call

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.interface import PrefillBatch
 
 # The numbers of a prompt's row before its pages: new tokens, length after them, slot, place, next

@@ -21,7 +21,7 @@ from jaxattn.engine.sampling.logprobs import logprobs
 from jaxattn.engine.sampling.sampler import SamplingBatch, masked_logits
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.step_interface import EngineStep, int32, on_device
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 

@@ -36,10 +36,10 @@ from jaxattn.engine.steps.batch_update_steps import (
 )
 from jaxattn.engine.steps.model_steps import ModelStep, rounds
 from jaxattn.engine.steps.pooling_step import PoolingStep
-from jaxattn.engine.steps.sample_step import BitmaskStep, SampleStep, sampled_levels
+from jaxattn.engine.steps.sampling_steps import BitmaskStep, SampleStep, sampled_levels
 from jaxattn.engine.steps.score_step import FilteredScoreStep, GatherStep, ScoreStep
 from jaxattn.engine.steps.step_interface import EngineStep
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 
 
 def prefill_step(limits: Limits, tokens: int) -> ModelStep:

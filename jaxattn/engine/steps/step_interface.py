@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxattn.engine.steps.device_batch import DeviceBatch
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import Model
 

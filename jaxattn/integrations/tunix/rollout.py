@@ -21,7 +21,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 from jaxattn import Engine, Limits, Request
 from jaxattn.engine.requests.outputs import Completion, FinishReason
 from jaxattn.integrations.tunix.policy import Policy
-from jaxattn.memory.engine_limits import MOST_STEPS
+from jaxattn.limits import MOST_STEPS
 
 MOST_BATCH = 256  # rows of the engine without `limits`
 

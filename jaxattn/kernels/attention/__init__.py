@@ -1,2 +1,2 @@
-"""Parts that attention kernels share: tile scheduler, work partition, layouts, softmax and
+"""Parts that attention kernels share: split-KV schedule, work iterator, layouts, softmax and
 epilogue."""

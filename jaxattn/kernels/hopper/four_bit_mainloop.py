@@ -1,7 +1,7 @@
 """A mainloop over K with 4-bit weights, whose tiles come through a ring of pipeline stages.
 
 A step of K is a few consecutive tiles of a row of tiles. A warpgroup applies the scales as it
-widens its tiles (four_bit_operands.py), so the accumulators stay in registers over all of K.
+widens its tiles (four_bit_dequantization.py), so the accumulators stay in registers over all of K.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
-from jaxattn.kernels.hopper.four_bit_operands import LINE, accumulated, shrunk, widened
-from jaxattn.kernels.hopper.fp8_operands import plain_product
+from jaxattn.kernels.hopper.four_bit_dequantization import LINE, accumulated, shrunk, widened
+from jaxattn.kernels.hopper.fp8_conversion import plain_product
 
 MMA_COLUMNS = 32  # up to this many columns, mma of single warps is faster than wgmma
 

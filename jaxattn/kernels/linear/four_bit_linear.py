@@ -24,8 +24,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.core.numerics.four_bit_tiles import ROWS, FourBitFormat
 from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.four_bit_dequantization import LINE, serves
 from jaxattn.kernels.hopper.four_bit_mainloop import FourBitMainloop, lines_of_step
-from jaxattn.kernels.hopper.four_bit_operands import LINE, serves
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.linear.fp8_large_batch_linear import (
     CONSUMERS,

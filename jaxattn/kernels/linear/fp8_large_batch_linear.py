@@ -6,7 +6,7 @@ Up to 32 tokens fp8_linear.py is faster: it reads with more CTAs. With more toke
 takes as long as a read. So a CTA has two consumer warpgroups, each with 64 rows of W, and a third
 whose copies run ahead. A step is as deep as a block of scales: its product is finished before it is
 multiplied by the scale and added, in float32. While the product runs, the warpgroup widens its
-numbers of the next step (hopper/fp8_operands.py).
+numbers of the next step (hopper/fp8_conversion.py).
 
 A CTA has 128 rows of one matrix, or 64 of gate and 64 of up, and up to 128 tokens. With more
 tokens, two consecutive CTAs have the same rows, which the second finds in L2. If there are few
@@ -31,7 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, deinterleave_columns
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import (
     CLUSTERS_AT_A_TIME,
@@ -39,7 +40,7 @@ from jaxattn.kernels.hopper.device import (
     SHARED_BYTES,
     require_hopper,
 )
-from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, moved, multiplied, plain_product
+from jaxattn.kernels.hopper.fp8_conversion import SWIZZLED, moved, multiplied, plain_product
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed

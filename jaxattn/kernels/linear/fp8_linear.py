@@ -4,8 +4,8 @@
 
 The tiling, the cluster's sums and the store are those of `linear_layer` (cta.py). Matrices have the
 layout of checkpoints, [N, K], with K in pairs (`interleave_columns`): four contiguous bytes become
-two operand registers of wgmma (hopper/fp8_operands.py). A step is as deep as a block of scales. Its
-product is finished before it is multiplied by the scale and added, in float32.
+two operand registers of wgmma (hopper/fp8_conversion.py). A step is as deep as a block of scales.
+Its product is finished before it is multiplied by the scale and added, in float32.
 
 Limits: 32 tokens (fp8_large_batch_linear.py serves more); K a multiple of 128; N a multiple of 64,
 at least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py):
@@ -25,11 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts, deinterleave_columns
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
-from jaxattn.kernels.hopper.fp8_operands import ROWS as HALF
-from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.fp8_conversion import ROWS as HALF
+from jaxattn.kernels.hopper.fp8_conversion import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import STEP, RmsNormPrologueParams, smem
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import refusal as refusal_of_norm

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import WeightedRows
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix
 
 THREADS = 128
 

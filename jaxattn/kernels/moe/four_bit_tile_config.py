@@ -11,8 +11,8 @@ import jax
 
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
+from jaxattn.kernels.hopper.four_bit_dequantization import LINE
 from jaxattn.kernels.hopper.four_bit_mainloop import lines_of_step
-from jaxattn.kernels.hopper.four_bit_operands import LINE
 from jaxattn.kernels.moe.tile_config import (
     BARRIER_BYTES,
     BLOCK,

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.hopper.fp8_operands import plain_product, widened
-from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile
+from jaxattn.kernels.hopper.fp8_conversion import plain_product, widened
+from jaxattn.kernels.moe.routing.token_alignment import GroupedGemmTile
 from jaxattn.kernels.moe.tile_config import BLOCK, ROWS
 
 PRODUCT = plgpu.Layout.WGMMA

@@ -18,9 +18,9 @@ whatever the tiling, so a token's result does not depend on the other tokens.
 
 Products of 16-bit weights may have a bias, and the activation may differ from SwiGLU (gpt-oss).
 
-FP8 weights are widened in registers on their way to wgmma (hopper/fp8_operands.py). Each step's FP8
-product, of 128 of K, has a scale, which multiplies it as it is added to the sum, in float32. 4-bit
-weights are widened in the same way, together with their scales (hopper/four_bit_mainloop.py).
+FP8 weights are widened in registers on their way to wgmma (hopper/fp8_conversion.py). Each step's
+FP8 product, of 128 of K, has a scale, which multiplies it as it is added to the sum, in float32.
+4-bit weights are widened in the same way, with their scales (hopper/four_bit_mainloop.py).
 If few multiprocessors have an item, gate has one warpgroup and up another. Up's sums then go
 through shared memory to gate's warpgroup.
 
@@ -48,16 +48,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.build.launch import launch
+from jaxattn.kernels.hopper.four_bit_dequantization import LINE
 from jaxattn.kernels.hopper.four_bit_mainloop import FourBitMainloop, lines_of_step
-from jaxattn.kernels.hopper.four_bit_operands import LINE
-from jaxattn.kernels.hopper.fp8_operands import SWIZZLED
+from jaxattn.kernels.hopper.fp8_conversion import SWIZZLED
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.four_bit_tile_config import lines
 from jaxattn.kernels.moe.fp8_accumulators import PRODUCT, ScaledAccumulators
-from jaxattn.kernels.moe.grouped_tile import GroupedGemmTile, PanelMatrix
-from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix
+from jaxattn.kernels.moe.routing.token_alignment import (
+    EXPERT,
+    FROM,
+    GROUPS,
+    TO,
+    GroupedGemmTile,
+    TokenAlignment,
+)
 from jaxattn.kernels.moe.tile_config import (
     GROUP,
     NARROWEST,

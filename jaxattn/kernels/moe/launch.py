@@ -24,11 +24,11 @@ from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.hopper.four_bit_operands import serves
+from jaxattn.kernels.hopper.four_bit_dequantization import serves
 from jaxattn.kernels.moe.combine import ExpertOutputs
 from jaxattn.kernels.moe.four_bit_tile_config import choose_four_bit
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix, panel
 from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens, supports_permutation
 from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens, supports_sort
 from jaxattn.kernels.moe.routing.router import RoutedToken
@@ -38,15 +38,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import (
     supports_pairs,
 )
 from jaxattn.kernels.moe.routing.token_alignment import align_tokens
-from jaxattn.kernels.moe.tile_config import (
-    BLOCK,
-    GROUP,
-    ROWS,
-    MoeTileConfig,
-    choose,
-    padded_rows,
-    panel,
-)
+from jaxattn.kernels.moe.tile_config import BLOCK, GROUP, ROWS, MoeTileConfig, choose, padded_rows
 
 OP = "mixture_of_experts"
 HALVES = ("bfloat16", "float16")

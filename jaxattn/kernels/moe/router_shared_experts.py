@@ -49,13 +49,13 @@ from jaxattn.kernels.hopper.reduce.rms_norm_prologue import (
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 from jaxattn.kernels.moe.fp8_accumulators import PRODUCT
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix, panel
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.kernels.moe.routing.small_batch_alignment import PAIRS, supports_pairs
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, TokenAlignment
 from jaxattn.kernels.moe.routing.topk_gating import THREADS, TopkGating
-from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows, panel
+from jaxattn.kernels.moe.tile_config import GROUP, ROWS, padded_rows
 
 EXPERTS = 64
 COLUMNS = 2 * EXPERTS  # of a router in two halves: the M of two wgmmas

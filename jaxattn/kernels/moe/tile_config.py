@@ -10,7 +10,6 @@ from jaxattn.kernels.hopper.device import NUM_SMS, RESERVED_BYTES, SHARED_BYTES
 ROWS = 64  # rows of weights of one wgmma
 GROUP = 8  # tokens: an expert's begin at a multiple of it, and results are stored in such groups
 BLOCK = 128  # rows and columns of FP8 weights that share a scale
-WIDEST = 1024  # columns of a panel: the arena's lanes have rows of a power of two up to it
 TOKEN_TILES = (8, 16, 32, 64, 128)
 ROUNDED = 1024  # tokens from which on the experts' outputs have 16 bits
 NARROWEST = 32  # least columns for larger tiles, whose columns are multiples of it
@@ -166,11 +165,6 @@ def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
     """Returns the most tiles of tokens, whatever they choose."""
     pairs = tokens * top_k
     return min(experts, pairs) + pairs // columns
-
-
-def panel(width: int) -> int:
-    """Returns the columns of a panel of a matrix of that width."""
-    return math.gcd(width, WIDEST)
 
 
 def stages_of(

@@ -56,7 +56,7 @@ from jaxattn.kernels.turboquant.smem import (
     TurboDecodeSmem,
     summed_dims,
 )
-from jaxattn.kernels.turboquant.work_partition import TurboWorkPartition
+from jaxattn.kernels.turboquant.work_iterator import TurboWorkIterator
 
 # s P is less than 2**8 after the division by its unit, a power of two. 2**-111 is the least value
 # assumed for the largest of s; numbers of float16 are above it.
@@ -82,7 +82,7 @@ class TurboDecodeConfig(GqaDecodeConfig):
 
 
 class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
-    part: TurboWorkPartition
+    part: TurboWorkIterator
 
     def __init__(self, cut: TurboDecodeConfig, refs: GqaDecodeRefs, memory: TurboDecodeSmem):
         super().__init__(cut, refs, memory)
@@ -91,8 +91,8 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         self.rescale_smem = memory.stats.at[0, self.wg]
         self.minima_smem = memory.units.at[MINIMA, self.wg]
 
-    def pairs(self) -> TurboWorkPartition:
-        return TurboWorkPartition(**self.of_pairs(), form=self.cut.form, tokens=self.cut.page_size)
+    def pairs(self) -> TurboWorkIterator:
+        return TurboWorkIterator(**self.of_pairs(), form=self.cut.form, tokens=self.cut.page_size)
 
     def load(self) -> None:
         memory, cut = self.memory, self.cut

@@ -13,10 +13,11 @@ from jaxattn import gdn, kda
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.fp8_block_scaling import BLOCK, interleave_columns, split_fp8
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK
+from jaxattn.core.numerics.fp8_weight_layout import interleave_columns, split_fp8
 from jaxattn.kernels.linear.cta import ROWS
-from jaxattn.models.blocks.block import Matrix, Mixer, Stream
+from jaxattn.models.blocks.mixer import Matrix, Mixer, Stream
 from jaxattn.models.caches.cache_layouts import RecurrentState
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
@@ -79,7 +80,7 @@ class DeltaMixer(Mixer):
         prompts: PrefillBatch,
         lines: PromptLines,
         rows: DecodeBatch | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: object,
         implementation: Implementation | None,
@@ -113,7 +114,7 @@ class DeltaMixer(Mixer):
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: object,
         implementation: Implementation | None,

@@ -1,8 +1,9 @@
-"""The feed-forwards: a gated MLP, and a mixture of experts."""
+"""The interface of feed-forwards, a gated MLP, and a mixture of experts."""
 
+import abc
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,11 +12,11 @@ from jaxtyping import Array
 from jaxattn import moe
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.cta import STEP
-from jaxattn.models.blocks.block import FeedForward, Matrix, Stream
+from jaxattn.models.blocks.mixer import Matrix, Stream
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.nn import GatedMLP, MixtureOfExperts
 from jaxattn.nn.four_bit_linear import FourBitLinears
@@ -26,6 +27,82 @@ from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, Dimension, Parallel, rank
 
 SHARED = "shared."  # prefix of the names of a shared MLP's linears
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FeedForward(abc.ABC):
+    """The part of a layer after the mixer: `module(x)` for normed tokens.
+
+    Attributes:
+        fp8: The names of the linears with FP8 weights (see `jaxattn.nn.Fp8Linear`), or
+            `FourBitLinears` for 4 bits.
+        norms: Whether `step` takes tokens as a `PendingNorm`.
+        stacked: Names of parameters that a step reads from the stack of all repeats, because they
+            are too large to be sliced out of it.
+    """
+
+    fp8: tuple[str, ...] | FourBitLinears = ()
+
+    norms: ClassVar[bool] = False
+
+    def matrices(self, stream: Stream) -> dict[str, Matrix]:
+        """Returns the linears that may be among `fp8`."""
+        return {}
+
+    @property
+    def stacked(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def summed_over(self) -> Dimension:
+        """The GPUs whose partial outputs add up: "tensor" or "experts"."""
+        return "tensor"
+
+    @abc.abstractmethod
+    def build(self, stream: Stream, rngs: nnx.Rngs) -> nnx.Module: ...
+
+    def scratch(self, stream: Stream, tokens: int) -> ArenaSpec:
+        """Returns the scratch of a decode step of so many tokens."""
+        return ArenaSpec()
+
+    def pack(self, stream: Stream, params: Mapping[str, Any]) -> dict[str, Array]:
+        """Returns the parameters [repeats, ...] that steps read faster in another form, by name.
+
+        Names are those of the parameters, such as "router" or "gate_proj.weight".
+        """
+        return {}
+
+    def share(self, tokens: int) -> Any:
+        """Returns this GPU's share of a step of `tokens` tokens, or None if it is the only GPU.
+
+        A step computes the share before its loop over layers. In the loop, reading the number of
+        the GPU would be a launch per layer that CUDA graphs cannot capture.
+        """
+        return None
+
+    def step(
+        self,
+        module: Any,
+        x: Array,
+        valid: Array,
+        stacks: Arrays,
+        layer: LayerIndex,
+        arena: Arena | None,
+        implementation: Implementation | None,
+        apart: bool = False,
+        share: Any = None,
+    ) -> tuple[Any, Arena | None]:
+        """Returns the output and the arena.
+
+        Args:
+            valid: Whether each token is not padding, as bools or numbers.
+            stacks: The parameters in `stacked`, [repeats, ...] each.
+            layer: The index of this layer in them.
+            arena: None in prefill.
+            apart: Whether the output may be an `ExpertOutputs`, which the next norm sums up.
+            share: The step's share; see `share`.
+        """
+        return module(x), arena
 
 
 def _of_mlp(hidden: int, columns: int) -> dict[str, Matrix]:
@@ -162,7 +239,7 @@ class MoE(FeedForward):
         x: Array | PendingNorm,
         valid: Array,
         stacks: Arrays,
-        layer: StackedLayer,
+        layer: LayerIndex,
         arena: Arena | None,
         implementation: Implementation | None,
         apart: bool = False,

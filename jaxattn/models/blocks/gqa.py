@@ -12,7 +12,7 @@ from jaxattn import gqa
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import FP8_BITS, TURBOQUANT, KVFormat
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
-from jaxattn.models.blocks.block import Matrix, Stream
+from jaxattn.models.blocks.mixer import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import KeyValuePages, TurboquantPages
 from jaxattn.models.caches.layer_cache import Arrays

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float
 from jaxattn import mla
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.cache.formats import LatentFormat
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig
-from jaxattn.core.stacked_layer import StackedLayer
-from jaxattn.models.blocks.block import Matrix, Stream
+from jaxattn.models.blocks.mixer import Matrix, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer, attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.nn import MultiHeadLatentAttention
-from jaxattn.ops.mla.context_parallel_merge import max_mailbox_shape
+from jaxattn.ops.mla.merge_buffer import max_mailbox_shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class MLA(PagedMixer):
             page_size=page_size,
         )
 
-    def in_cache(self, layer: StackedLayer) -> Any:
+    def in_cache(self, layer: LayerIndex) -> Any:
         return layer.index
 
     @property

@@ -10,9 +10,9 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.validation.array_checks import BoundedLengths
-from jaxattn.models.blocks.block import Mixer
+from jaxattn.models.blocks.mixer import Mixer
 from jaxattn.models.caches.layer_cache import Arrays
 from jaxattn.models.caches.symmetric_memory import (
     EXCHANGE,
@@ -23,7 +23,7 @@ from jaxattn.models.caches.symmetric_memory import (
 )
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
 from jaxattn.ops.linear.norm_linear import PendingNorm
-from jaxattn.ops.mla.context_parallel_merge import merge_buffer_shape
+from jaxattn.ops.mla.merge_buffer import merge_buffer_shape
 from jaxattn.parallel import ALONE, ContextParallelPages, Parallel, gathered_in, pieces_of
 
 
@@ -113,7 +113,7 @@ class PagedMixer(Mixer):
         prompts: PrefillBatch,
         lines: PromptLines,
         rows: DecodeBatch | None,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: dict[str, Any],
         implementation: Implementation | None,
@@ -148,7 +148,7 @@ class PagedMixer(Mixer):
         arrays: Arrays,
         arena: Arena,
         batch: DecodeBatch,
-        layer: StackedLayer,
+        layer: LayerIndex,
         weights: Array | None,
         shared: dict[str, Any],
         implementation: Implementation | None,
@@ -168,7 +168,7 @@ class PagedMixer(Mixer):
         assert after is not None  # an arena was given
         return y, arrays, after
 
-    def in_cache(self, layer: StackedLayer) -> Any:
+    def in_cache(self, layer: LayerIndex) -> Any:
         """Returns the layer in the form that the module expects."""
         return layer
 

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaSpec
 from jaxattn.core.cache.formats import FP8, IndexKeyFormat
-from jaxattn.models.blocks.block import Matrix, Stream
+from jaxattn.models.blocks.mixer import Matrix, Stream
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.blocks.paged_mixer import attended, spread_of
 from jaxattn.models.caches.cache_layouts import LatentPages, SparseLatentPages

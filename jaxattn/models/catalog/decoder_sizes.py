@@ -20,9 +20,9 @@ from jaxattn.memory.plan import nbytes
 from jaxattn.models.blocks import GQA, MLA, MLP, DeltaMixer, MoE
 from jaxattn.models.caches.layer_cache import LayerCache
 from jaxattn.models.catalog.model_sizes import LayerSizes, ModelSizes, WeightGroup
+from jaxattn.models.catalog.param_roles import param_role, with_local_heads
 from jaxattn.models.families.components.quantization import INT4, Quantization
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.sharding.partition_rules import param_role, with_local_heads
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
 
@@ -53,7 +53,7 @@ class DecoderSizes(ModelSizes):
             unread: Description of the tensors that the loader skips.
 
         Raises:
-            ValueError: A parameter has no partition rule; the message names it.
+            ValueError: A parameter has no role; the message names it.
         """
         shapes = model.param_shapes()
         dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(shapes)}))

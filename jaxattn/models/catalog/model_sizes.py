@@ -9,7 +9,7 @@ import math
 
 from jaxattn.arena import ArenaSpec
 from jaxattn.models.caches.layer_cache import LayerCache
-from jaxattn.models.sharding.partition_rules import Split
+from jaxattn.models.catalog.param_roles import Split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class WeightGroup:
     Attributes:
         kind: The line of the plan to which the group belongs.
         shape: Shape of one matrix.
-        split: How several GPUs divide the matrices; see `partition_rules.Split`.
+        split: How several GPUs divide the matrices; see `param_roles.Split`.
         quantized: Whether the matrices are stored in the checkpoint's quantized format, if it has
             one.
         dtype_bytes: Bytes per element otherwise.

@@ -38,7 +38,7 @@ from huggingface_hub.utils import tqdm
 
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, INDEX, WEIGHTS, shards_of
-from jaxattn.models.loading.embedding_defaults import MODULES, POOLING
+from jaxattn.models.loading.pooling_config import MODULES, POOLING
 from jaxattn.models.loading.weight_loader import OnProgress
 
 TEXT = (

@@ -30,6 +30,7 @@ from jaxattn.core.validation.config_fields import short_list, short_repr
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, TensorEntry, open_tensors, read_json
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
+from jaxattn.models.families.components.published_model import PublishedModel
 from jaxattn.models.families.components.quantization import (
     INPUT_SCALES,
     Quantization,
@@ -39,10 +40,10 @@ from jaxattn.models.loading.gguf import gguf_checkpoint
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
 from jaxattn.models.loading.kv_scales import is_scale, read_scales
 from jaxattn.models.loading.read_plan import PublishedWeight, SourceTensor
-from jaxattn.models.loading.tied_head import check_tied, with_stored_head
+from jaxattn.models.loading.tied_embeddings import check_tied, with_stored_head
 from jaxattn.models.loading.weight_loader import READERS, OnProgress, load_weights
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.registry import PublishedModel, WeightsFormat, read_model
+from jaxattn.models.registry import WeightsFormat, read_model
 from jaxattn.models.weight_map.encodings import FLOATS, EncodedTensor
 from jaxattn.models.weight_map.tensor_mapping import Key, WeightMapping
 from jaxattn.nn.four_bit_linear import FourBitLinears

@@ -24,6 +24,7 @@ from jaxattn.models.checkpoint import native_format
 from jaxattn.models.checkpoint.safetensors_index import CONFIG, read_json
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid, from_stored
+from jaxattn.models.families.components.published_model import PublishedModel
 from jaxattn.models.interface import Model
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.loading.gguf import gguf_checkpoint
@@ -32,7 +33,7 @@ from jaxattn.models.loading.read_plan import PublishedWeight
 from jaxattn.models.loading.sharded_weight_loader import load_sharded_weights
 from jaxattn.models.loading.weight_loader import OnProgress
 from jaxattn.models.network.decoder_model import DecoderModel
-from jaxattn.models.registry import PublishedModel, WeightsFormat
+from jaxattn.models.registry import WeightsFormat
 from jaxattn.models.sharding.decoder import ShardedDecoder, divided
 from jaxattn.models.weight_map.tensor_mapping import Key
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel

@@ -12,25 +12,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxattn.core.dispatch import ONLY_BY_NAME, Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.linear.rms_norm import norms_features
 from jaxattn.models.blocks import Block
 from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
 from jaxattn.models.caches.symmetric_memory import EXCHANGE, MEETING
 from jaxattn.models.interface import DecodeBatch
 from jaxattn.models.network.decoder_layer import DecoderLayer
-from jaxattn.models.network.layer_scan import (
+from jaxattn.models.network.layer_segments import LayerSegment
+from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
+from jaxattn.models.network.residual_norm import (
     add_alone,
     add_norm_in_stack,
     add_then_norm,
     defer_norm,
-    kept,
     sum_add_norm,
     summed,
 )
-from jaxattn.models.network.layer_segments import LayerSegment
-from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 from jaxattn.nn import RMSNorm
 from jaxattn.ops.collectives.all_reduce_norm import (
     all_reduce_norm_layer,
@@ -51,6 +50,15 @@ def caches_of(state: DecodeState, name: str) -> Arrays:
     return given
 
 
+def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
+    """Returns the state with a layer's arrays, the mailboxes it used, and what it passes on."""
+    for cache in (name, EXCHANGE, MEETING, HANDED_ON):
+        own = state.caches.get(cache, {})
+        if found := {key: arrays[key] for key in own if key in arrays}:
+            state = state.replace(cache, found, arena)
+    return state
+
+
 class LayerPosition(NamedTuple):
     """A layer's place in a segment's pattern, in the repeat before `following`."""
 
@@ -62,11 +70,11 @@ class LayerPosition(NamedTuple):
     def block(self) -> Block:
         return self.segment.pattern[self.number]
 
-    def norm(self, number: int) -> StackedLayer:
+    def norm(self, number: int) -> LayerIndex:
         """Returns the place of the first or second norm in the stack of all layers' norms."""
         step = 2 * len(self.segment.pattern)
         first = 2 * (self.segment.first + self.number) + number
-        return StackedLayer(self.following, step, first - step)
+        return LayerIndex(self.following, step, first - step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from jaxtyping import Array
 
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.collectives.all_reduce_norm import supports_all_reduce
 from jaxattn.models.blocks import Block, Mixer, Stream
 from jaxattn.models.blocks.paged_mixer import PagedMixer
@@ -177,7 +177,7 @@ class DecoderSpec:
         parallel = self.parallel
         return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
-    def layer_of(self, segment: LayerSegment[Block], place: int, following: Array) -> StackedLayer:
+    def layer_of(self, segment: LayerSegment[Block], place: int, following: Array) -> LayerIndex:
         """Returns a layer's index within its cache.
 
         The layer is at a place of a segment's pattern, in the repeat before `following`.
@@ -189,4 +189,4 @@ class DecoderSpec:
 
         before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
         per_repeat = count(segment.pattern)
-        return StackedLayer(following, per_repeat, before - per_repeat)
+        return LayerIndex(following, per_repeat, before - per_repeat)

@@ -12,24 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
-from jaxattn.models.caches.layer_cache import HANDED_ON, Arrays, DecodeState
-from jaxattn.models.caches.symmetric_memory import (
-    EXCHANGE,
-    MEETING,
-    NAME,
-    buffer_arrays,
-    symmetric_buffer,
-)
-from jaxattn.nn import RMSNorm
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.nn.linear import StackedWeight
-from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
-from jaxattn.ops.linear.rms_norm import add_rms_norm_layer
-from jaxattn.parallel.hlo_all_reduces import SCOPE
 
 
 def scan_layers[Carry](
@@ -74,74 +61,9 @@ def scan_layers[Carry](
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
 
 
-def in_repeat(following: Array) -> StackedLayer:
+def in_repeat(following: Array) -> LayerIndex:
     """Returns a layer's index in the stacks of its place in the pattern."""
-    return StackedLayer(following, 1, -1)
-
-
-def add_then_norm(norm: RMSNorm) -> Callable:
-    """Makes a function of a norm that adds first: (x, added, state) -> (sum, norm, state)."""
-
-    def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
-        x = x + array_of(added, x.shape)
-        return x, norm(x), state
-
-    return add_norm
-
-
-def add_alone(
-    x: Array, added: Any, state: DecodeState, dtype: DTypeLike
-) -> tuple[Array, Array, DecodeState]:
-    """Adds like `add_then_norm`, for a layer that reads the stream unnormed, in `dtype`."""
-    x = x + array_of(added, x.shape)
-    return x, x.astype(dtype), state
-
-
-def add_norm_in_stack(
-    x: Array, added: Any, state: DecodeState, **options: Any
-) -> tuple[Array, Array, DecodeState]:
-    """Adds and norms like `add_then_norm`, by a norm in the stack of all layers' norms."""
-    return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
-
-
-def defer_norm(
-    x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
-) -> tuple[Array, PendingNorm, DecodeState]:
-    """Adds like `add_then_norm`, but leaves norm and sum to the next product; see `summed`."""
-    return x, PendingNorm(x, added, weights, **options), state
-
-
-def summed(x: Array, normed: Array | PendingNorm) -> Array:
-    """Returns the stream x after the addition that `normed` includes."""
-    return normed.total if isinstance(normed, PendingNorm) else x
-
-
-def sum_add_norm(
-    x: Array, part: Array, state: DecodeState, *, meet: Callable, **options: Any
-) -> tuple[Array, Array, DecodeState]:
-    """Adds and norms like `add_norm_in_stack`, with an exchange of parts or norms between GPUs.
-
-    `meet` is an op of `jaxattn.ops.collectives.all_reduce_norm`.
-    """
-    features = x.shape[-1]
-    with jax.named_scope(SCOPE):
-        total, normed, mailbox = meet(
-            x.reshape(-1, features),
-            part.reshape(-1, features),
-            mailbox=symmetric_buffer(state.caches[NAME]),
-            **options,
-        )
-    state = state.replace(NAME, buffer_arrays(mailbox))
-    return total.reshape(x.shape), normed.reshape(-1, *x.shape[1:]), state
-
-
-def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeState:
-    """Returns the state with a layer's arrays, the mailboxes it used, and what it passes on."""
-    for cache in (name, EXCHANGE, MEETING, HANDED_ON):
-        own = state.caches.get(cache, {})
-        if found := {key: arrays[key] for key in own if key in arrays}:
-            state = state.replace(cache, found, arena)
-    return state
+    return LayerIndex(following, 1, -1)
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:

@@ -9,9 +9,8 @@ from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.models.caches.layer_cache import DecodeState
 from jaxattn.models.interface import DecodeBatch, PrefillBatch
-from jaxattn.models.network.decode_layer_step import LayerPosition, caches_of
+from jaxattn.models.network.decode_layer_step import LayerPosition, caches_of, kept
 from jaxattn.models.network.decoder_layer import DecoderLayer
-from jaxattn.models.network.layer_scan import kept
 from jaxattn.models.network.residual_collectives import ResidualCollectives, StepTokens
 
 

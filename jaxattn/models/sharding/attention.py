@@ -7,8 +7,8 @@ its queries; GPUs that share a row's pages hold the same ones.
 
 import dataclasses
 
-from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.gqa import GQA
+from jaxattn.models.blocks.mixer import Stream
 from jaxattn.models.blocks.mla import MLA
 from jaxattn.models.blocks.sparse_mla import SparseMLA
 from jaxattn.models.sharding.axis_sharding import (

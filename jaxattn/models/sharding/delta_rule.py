@@ -6,8 +6,8 @@ GPUs, each GPU holds one, and computes its share of the convolution itself.
 
 import dataclasses
 
-from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.delta_rule import GDN, KDA
+from jaxattn.models.blocks.mixer import Stream
 from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     ShardedLayer,

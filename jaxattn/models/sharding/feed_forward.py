@@ -8,8 +8,8 @@ import dataclasses
 
 from jaxattn.core.numerics.four_bit_tiles import ROWS
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, block_counts
-from jaxattn.models.blocks.block import Stream
 from jaxattn.models.blocks.feed_forward import MLP, MoE
+from jaxattn.models.blocks.mixer import Stream
 from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     Cuts,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxattn.core.numerics.four_bit_tiles import ROWS as TILE_ROWS
-from jaxattn.core.numerics.fp8_block_scaling import interleave_columns
+from jaxattn.core.numerics.fp8_weight_layout import interleave_columns
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Grouped-query attention: one module for training, prefill and decoding.
 
-What is cached for a token is its keys and values, [Hk, D] numbers each. Each key-value head serves
+The cache stores the keys and values of each token, [Hk, D] numbers each. Each key-value head serves
 H / Hk query heads.
 """
 
@@ -15,8 +15,8 @@ from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.nn.attention.gqa_projections import GroupedQueryProjections
 from jaxattn.nn.attention.table_overflow import nan_beyond_table
@@ -84,7 +84,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
@@ -131,9 +131,9 @@ class GroupedQueryAttention(GroupedQueryProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
-        """(heads' outputs, the cache, where it was written) of chunks of prompts.
+        """(heads' outputs, the cache, the tables by which it was written) for chunks of prompts.
 
-        `rows`: block tables, lengths with the chunk, and of the chunk.
+        `rows` are block tables, lengths including the chunk, and lengths of the chunk.
         """
         block_tables, seq_lens, query_lens = rows
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(projected[0].shape[1])
@@ -151,7 +151,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
             kv_scale=scale,
         )
         if scale is not None:
-            # The chunk's own tokens as later ones will read them.
+            # Round the chunk's own tokens, so that they are the same now and when later tokens read
+            # them.
             k, v = self._as_stored(k, v)
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
@@ -181,7 +182,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         lines: PromptLines,
         block_tables: Int[Array, "B M"],
         rows: Mapping[str, Any] | None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
         **of_prompts: Any,
@@ -209,8 +210,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
         )
         others, rest = None, [None]
         if rows is not None:
-            # What the prompts read of the cache is read before the rows write to it: XLA would keep
-            # a copy for what it reads later.
+            # A barrier: the prompts read the cache before the rows write to it. Otherwise XLA would
+            # copy the cache for the later read.
             out, kv_cache = lax.optimization_barrier((out, kv_cache))
             others, kv_cache, *rest = self._attend_rows(
                 parts[1], kv_cache, layer=layer, implementation=implementation, **rows
@@ -226,7 +227,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
@@ -300,7 +301,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """The heads' outputs in place of the projected ones, and else what `decode` returns."""
+        """The heads' outputs instead of the projected ones, and the other results of `decode`."""
         q, k, v = projected
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)
@@ -351,11 +352,11 @@ class GroupedQueryAttention(GroupedQueryProjections):
         return out, kv_cache, rest[0] if rest else None, *sent
 
     def _dtype_beside(self, kv_cache: Array) -> Any:
-        """Of queries: the cache's, or beside an FP8 one the compute dtype."""
+        """The dtype of queries: the cache's, or the compute dtype for an FP8 cache."""
         return self.dtype if self.scaled_cache else kv_cache.dtype
 
     def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keys and values as an FP8 cache gives them back."""
+        """Keys and values after a round trip through the FP8 cache."""
         stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
         both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
         return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
@@ -370,7 +371,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     def _new_heads(
         self, op: str, x: Array | PendingNorm, seq_lens: Any, query_lens: Any
     ) -> tuple[Array, Array, Array]:
-        """`_projected` of each row's new tokens."""
+        """`_projected` for each row's new tokens."""
         if self.query_scaling is None:
             return self._projected(x)
         return self._projected(x, self.decode_positions(op, seq_lens, x.shape[1], query_lens))

@@ -1,4 +1,4 @@
-"""The projections of grouped-query attention: its parameters, and what they make of tokens."""
+"""The parameters of grouped-query attention, and its computations per token."""
 
 from collections.abc import Collection
 from functools import partial
@@ -22,7 +22,7 @@ from jaxattn.parallel import ALONE, Parallel, all_reduce
 
 
 class GroupedQueryProjections(PagedAttention):
-    """The parameters of `GroupedQueryAttention`, and what each token is made into by itself."""
+    """The parameters of `GroupedQueryAttention`, and its computations per token."""
 
     reads = ("k_proj", "[hidden, Hk * D]")
 
@@ -83,7 +83,8 @@ class GroupedQueryProjections(PagedAttention):
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
-        # With a bias added, a norm or a factor, a number is rounded once too.
+        # Numbers that get a bias, a norm or a factor stay float32 until then, so they round only
+        # once.
         of_q, of_k, of_v = (
             jnp.float32 if changed else dtype
             for changed in (biases or heads_norm or query_scaling, biases or heads_norm, biases)
@@ -121,14 +122,14 @@ class GroupedQueryProjections(PagedAttention):
 
     @property
     def stacked(self) -> dict[str, str]:
-        """As `Linear.stacked`, of the biases."""
+        """Like `Linear.stacked`, for the biases."""
         names = ["q_bias", "k_bias", "v_bias"] if self.biases else []
         if self.out_bias:
             names.append("o_bias")
         return {name: f"{name}_in_stack" for name in names}
 
     def packed_weights(self) -> Float[Array, "W"] | None:
-        """The norms of queries and keys for `decode`, as it reads them; None without norms."""
+        """The weights of the query and key norms in `decode`'s layout; None without norms."""
         if not self.qk_norm:
             return None
         return gqa.pack_gqa_weights(self.q_norm.weight[...], self.k_norm.weight[...])
@@ -146,14 +147,14 @@ class GroupedQueryProjections(PagedAttention):
     ) -> tuple[Array, Array, Array, Array | None]:
         """(q [B, T, H, D], k and v [B, T, Hk, D], gate [B, T, H, D] or None).
 
-        `dtype` is the cache's, in which queries, keys and values are given; else the compute dtype.
+        `dtype` is the dtype of the results, such as the cache's; None is the compute dtype.
         """
         return self._turned(*self._projected(x, positions), positions, dtype=dtype)
 
     def _projected(
         self, x: Array | PendingNorm, positions: Int[Array, "B T"] | None = None
     ) -> tuple[Array, Array, Array]:
-        """(q [B, T, H, D], or [B, T, H, 2 D] with gates, k and v [B, T, Hk, D])."""
+        """(q [B, T, H, D], or [B, T, H, 2 D] with gates; k and v [B, T, Hk, D])."""
         with jax.named_scope("gqa_qkv_proj"):
             added = self._biases("q_bias", "k_bias", "v_bias") if self.biases else ()
             q, k, v = linears(x, self.q_proj, self.k_proj, self.v_proj, biases=added)
@@ -169,9 +170,9 @@ class GroupedQueryProjections(PagedAttention):
             return q, k, v
 
     def _biases(self, *names: str) -> list[LinearBias]:
-        """Those parameters, and where a decode step finds them.
+        """These bias parameters, with the stacks in which a decode step finds them.
 
-        Queries, keys and values are rounded where nothing else changes them.
+        The sum is rounded to the compute dtype unless a norm or a factor follows.
         """
         later = {"q_bias": self.heads_norm or self.query_scaling, "k_bias": self.heads_norm}
         return [
@@ -184,7 +185,7 @@ class GroupedQueryProjections(PagedAttention):
         ]
 
     def _normed(self, x: Float[Array, "B T N"], norm: RMSNorm) -> Float[Array, "B T N"]:
-        """The norm of all heads together, of which each GPU has as many."""
+        """The norm over all heads, of which each GPU has an equal number."""
         if self.parallel.tensor == 1:
             return norm(x)
         squares = jnp.square(x.astype(jnp.float32)).mean(-1, keepdims=True)
@@ -200,7 +201,7 @@ class GroupedQueryProjections(PagedAttention):
         positions: Array | Rotation,
         dtype: DTypeLike | None = None,
     ) -> tuple[Array, Array, Array, Array | None]:
-        """As `_heads`, of what `_projected` gave."""
+        """Like `_heads`, for the outputs of `_projected`."""
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         q, gate = jnp.split(q, 2, axis=-1) if self.gated else (q, None)
         with jax.named_scope("gqa_norm_and_rope"):
@@ -210,7 +211,7 @@ class GroupedQueryProjections(PagedAttention):
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
     def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
-        """Its first `rope.dim` dims turned."""
+        """Rotates the first `rope.dim` dims."""
         turned = rope(x[..., : self.rope.dim], positions, self.rope)
         return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)
 
@@ -222,5 +223,5 @@ class GroupedQueryProjections(PagedAttention):
             y = self.o_proj(x)
             if not self.out_bias:
                 return y
-            # The GPUs' outputs are summed: each adds its part.
+            # An all-reduce sums the GPUs' outputs, so each adds its part.
             return y + self.o_bias[...].astype(jnp.float32) / self.parallel.tensor

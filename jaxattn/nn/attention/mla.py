@@ -1,8 +1,8 @@
 """DeepSeek's multi-head latent attention: one module for training, prefill and decoding.
 
-What is cached for a token is its latent, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
-together. Training and prefill expand it to keys and values; decoding moves the expansion to the
-query and the output (weight absorption), so that the heads attend over the latents themselves.
+The cache stores one latent per token, [kv_lora_rank + qk_rope_head_dim] numbers for all heads
+together. Training and prefill expand latents to keys and values. Decoding moves the expansion to
+the query and the output (weight absorption), so that the heads attend to the latents themselves.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,14 @@ from jaxattn.parallel.context_parallel import prefix_of, written_places
 
 
 class WrittenTokens(NamedTuple):
-    """The tokens of a mixed step, whose latents are in the cache.
+    """The tokens of a mixed step, after their latents are written to the cache.
 
     Attributes:
-        q: what the heads' queries of all tokens are made of, [1, N, Q].
-        latent, positions: of the prompts' lines.
-        rotation: of the other rows; None if there are none.
-        written: the tables by which the lines' latents were written.
+        q: [1, N, Q], the input of the heads' queries for all tokens.
+        latent, positions: latents and positions of the prompts' lines.
+        rotation: rotation of the other rows; None if there are none.
+        kv_cache: the cache with the new latents.
+        written: the block tables by which the lines' latents were written.
     """
 
     q: Array
@@ -151,9 +152,10 @@ class MultiHeadLatentAttention(LatentProjections):
         kv_scale: Any,
         parallel: Parallel,
     ) -> tuple[Array, Array, Array]:
-        """(the chunks' latents, the cache with them, where they were written).
+        """(the chunks' latents, the cache with them, the tables by which they were written).
 
-        `rows`: block tables, lengths with the chunk, and of the chunk, of each line of `latents`.
+        `rows` are block tables, lengths including the chunk, and lengths of the chunk, for each
+        line of `latents`.
         """
         block_tables, seq_lens, query_lens = rows
         latent = self._latents_of(latents, positions)
@@ -184,8 +186,10 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> Array:
-        """The heads' outputs of chunks of prompts; `rows` as in `_write_prompts`, or with `lines`
-        of each row."""
+        """The heads' outputs for chunks of prompts.
+
+        `rows` is as in `_write_prompts`; with `lines`, it has an entry for each row.
+        """
         block_tables, seq_lens, query_lens = rows
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
@@ -270,7 +274,7 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel,
         implementation: Implementation | None,
     ) -> WrittenTokens:
-        """The tokens of `mixed`, projected and written to the cache."""
+        """Projects the tokens of `mixed` and writes them to the cache."""
         q, latents = self._down(x)
         (of_prompts_q, compressed), (own, others) = lines.split(q), lines.split(latents)
         op = f"{type(self).__name__}.mixed"
@@ -302,7 +306,7 @@ class MultiHeadLatentAttention(LatentProjections):
         tokens: WrittenTokens,
         rows: Mapping[str, Any] | None,
     ) -> Float[Array, "1 N hidden"]:
-        """The projection of the heads' outputs of `mixed`: of lines, and of other rows."""
+        """The projection of the heads' outputs in `mixed`, for the lines and for the other rows."""
         values = None if values is None else values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
         return self._marked(y, lines, tokens.kv_cache, tokens.written, rows)
@@ -354,7 +358,7 @@ class MultiHeadLatentAttention(LatentProjections):
                 page is out of range; the message names the argument.
             Refusal: the requested implementation does not support the call; the message says why.
         """
-        if self.g_proj is not None:  # which reads x too
+        if self.g_proj is not None:  # the gate needs x itself
             x = tokens_of(x)
         compressed, rotation, kv_cache, rows = self._write_rows(
             x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
@@ -383,8 +387,12 @@ class MultiHeadLatentAttention(LatentProjections):
         kv_scale: Any,
         implementation: Implementation | None,
     ) -> tuple[Array, Rotation, Array, tuple[Any, Any, Any]]:
-        """(what the heads' queries are made of, the rotation, the cache with the tokens' latents,
-        the checked tables and lengths) of the tokens of `decode`."""
+        """Writes the latents of the tokens of `decode`.
+
+        Returns:
+            (the input of the heads' queries, the rotation, the cache, the checked tables and
+            lengths).
+        """
         arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
         rows = self._as_given(arguments, x, block_tables, seq_lens, query_lens, optional=True)
@@ -420,7 +428,7 @@ class MultiHeadLatentAttention(LatentProjections):
         query_lens: Any = None,
         implementation: Implementation | None,
     ) -> tuple[Array, Array]:
-        """(what the heads' queries are made of, the cache with the rows' new latents)."""
+        """(the input of the heads' queries, the cache with the rows' new latents)."""
         compressed, kv_cache = mla_append(
             latents,
             None if self.q_lora_rank is None else q,
@@ -455,9 +463,9 @@ class MultiHeadLatentAttention(LatentProjections):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """(heads' outputs, the arena or None, mailboxes) of queries before rotation."""
-        # Decode's kernel reads packed rows in eights, and a launch would pad them. Several GPUs'
-        # heads lie side by side.
+        """(heads' outputs, the arena or None, the mailboxes), for queries before rotation."""
+        # Decode's kernel reads packed rows in groups of 8, and padding them would be a launch of
+        # its own. The heads of several GPUs must be contiguous.
         fills = spread is None and q.shape[1] == 1 and self.kv_lora_rank % 128 == 0
         queries = self._latent_queries(q, rotation, -self.num_heads % 8 if fills else 0)
         queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
@@ -494,7 +502,7 @@ class MultiHeadLatentAttention(LatentProjections):
         return self._values_of(out), rest[0] if rest else None, *sent
 
     def _values_of(self, out: Array) -> Array:
-        """The heads' values of outputs in the latent, behind which may be those of spare heads."""
+        """The heads' values, from outputs in the latent space, which may end with spare heads."""
         values = self._absorbed(out, self.w_uv_in_stack)
         if values is None:
             values = mla.absorb_output(
@@ -503,7 +511,7 @@ class MultiHeadLatentAttention(LatentProjections):
         return values
 
     def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
-        """Of queries and latents: the cache's own, where it holds latents as they are."""
+        """The dtype of queries and latents: the cache's if it holds plain latents, else `dtype`."""
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
     def _output(

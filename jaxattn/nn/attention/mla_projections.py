@@ -1,4 +1,4 @@
-"""The projections of multi-head latent attention: its parameters, and what they make of tokens."""
+"""The parameters of multi-head latent attention, and its computations per token."""
 
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -22,10 +22,10 @@ from jaxattn.ops.mla.append import pack_mla_weights
 
 
 class LatentProjections(PagedAttention):
-    """The parameters of `MultiHeadLatentAttention`, and what each token is made into by itself."""
+    """The parameters of `MultiHeadLatentAttention`, and its computations per token."""
 
     reads = ("kv_a_proj", "[hidden, R + P]")
-    # Its parameters that a step reads where they lie in their stacks, and what says where.
+    # Maps each parameter that a step reads from a stack to the attribute with its `StackedWeight`.
     stacked: ClassVar[Mapping[str, str]] = {"w_uk": "w_uk_in_stack", "w_uv": "w_uv_in_stack"}
 
     def __init__(
@@ -94,12 +94,12 @@ class LatentProjections(PagedAttention):
         self.o_proj = linear("o_proj", heads, hidden_size, init_scale=out_init_scale)
 
     def packed_weights(self) -> Float[Array, "*L W"]:
-        """The norms' weights as decoding reads them, of one layer or of a stack of layers."""
+        """The norms' weights in decode's layout, for one layer or a stack of layers."""
         q_norm = None if self.q_lora_rank is None else self.q_a_norm.weight[...]
         return pack_mla_weights(self.kv_a_norm.weight[...], q_norm, rope_dim=self.rope.dim)
 
     def _down(self, x: Array | PendingNorm) -> tuple[Array, Array]:
-        """What queries and latents are made of."""
+        """The inputs of queries and latents: the outputs of the down-projections."""
         with jax.named_scope("mla_down_proj"):
             q_proj = self.q_proj if self.q_lora_rank is None else self.q_a_proj
             q, latents = linears(x, q_proj, self.kv_a_proj)
@@ -110,7 +110,7 @@ class LatentProjections(PagedAttention):
     ) -> tuple[Array, Array]:
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype.
 
-        `given`: the output of q_proj, or the normed output of q_a_proj, where it is there already.
+        `given` is the output of q_proj, or the normed output of q_a_proj, if already computed.
         """
         return self._turned(self._heads(x, given), positions)
 
@@ -126,19 +126,19 @@ class LatentProjections(PagedAttention):
             return q.reshape(*x.shape[:2], self.num_heads, -1)
 
     def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
-        """Heads' queries in two, the second rotated, in the compute dtype."""
+        """The two parts of the heads' queries, the second rotated, in the compute dtype."""
         with jax.named_scope("mla_q_proj"):
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
             q_pe = rope(q_pe, positions, self.rope)
             return q_nope.astype(self.dtype), q_pe.astype(self.dtype)
 
     def _latents(self, x: Array, positions: Array | Rotation) -> Array:
-        """[B, T, R + P] in the compute dtype: normed latent, then the heads' shared rotated key."""
+        """[B, T, R + P] in the compute dtype: the normed latent, then the shared rotated key."""
         with jax.named_scope("mla_kv_proj"):
             return self._latents_of(self.kv_a_proj(x), positions)
 
     def _latents_of(self, projected: Array, positions: Array | Rotation) -> Array:
-        """As `_latents`, of what kv_a_proj gave."""
+        """Like `_latents`, for the output of kv_a_proj."""
         with jax.named_scope("mla_kv_proj"):
             compressed, k_pe = jnp.split(projected, [self.kv_lora_rank], axis=-1)
             k_pe = rope(k_pe, positions, self.rope)
@@ -146,11 +146,13 @@ class LatentProjections(PagedAttention):
             return latent.astype(self.dtype)
 
     def _latent_queries(self, q: Array, rotation: Rotation, spare_heads: int = 0) -> list[Array]:
-        """Queries of the latents and of the rotated dims: [B, S, H, R] and [B, S, H, P], or one
-        array of both where a kernel makes it. `q` are the heads' before rotation.
+        """The queries for the latents and for the rotated dims: [B, S, H, R] and [B, S, H, P].
+
+        If a kernel computes them, both are one array.
 
         Args:
-            spare_heads: that one array may have behind the others, of undefined numbers.
+            q: the heads' queries before rotation.
+            spare_heads: the number of undefined heads that one array may have after the others.
         """
         both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope), spare_heads)
         if both is not None:
@@ -165,7 +167,7 @@ class LatentProjections(PagedAttention):
         turned: tuple[Rotation, RopeConfig] | None = None,
         spare_heads: int = 0,
     ) -> Array | None:
-        """A product of each head out of the stack of all layers, where a kernel has it."""
+        """Each head's product with its matrix in the stack, or None if no kernel supports it."""
         if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
             return None
         with jax.named_scope("absorb"):
@@ -174,7 +176,7 @@ class LatentProjections(PagedAttention):
     def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):
             if self.g_proj is not None:
-                # A select: whatever a padding token's gate is, its output stays 0.
+                # A select keeps a padding token's output 0 even if its gate is NaN.
                 gate = jax.nn.sigmoid(self.g_proj(x))[..., None]
                 out = jnp.where(out == 0, 0, out * gate).astype(out.dtype)
             return self.o_proj(out.reshape(*out.shape[:2], -1))

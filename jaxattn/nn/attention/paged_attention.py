@@ -1,4 +1,4 @@
-"""The base of attention modules over pages: checks of a call, and the rotation of a step."""
+"""The base of attention modules over pages: checks of arguments, and the rotation of a step."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,11 +16,12 @@ from jaxattn.ops.attention.segments import SegmentBounds
 
 
 class PagedAttention(nnx.Module):
-    """Attention with RoPE whose tokens' keys and values lie in pages.
+    """Attention with RoPE whose keys and values are stored in pages.
 
     Attributes:
-        reads: the projection of the hidden numbers into what is cached, and its shape, in words.
-        dtype: of the operands of every matrix product.
+        reads: the name of the projection from hidden features to cached numbers, and its shape.
+        dtype: dtype of the operands of every matrix product.
+        rope: the rotation.
     """
 
     reads: ClassVar[tuple[str, str]]
@@ -38,26 +39,27 @@ class PagedAttention(nnx.Module):
         """Causal attention over whole sequences. Returns float32.
 
         Args:
-            segment_ids: the sequence that each token is of, where rows hold several. The ids must
-                not decrease along a row. Tokens see those of their own sequence alone, and its
-                positions start at 0. Ids of 0 or below at the end of a row that begins with a
-                higher one are of padding. A NaN or an infinity makes the outputs NaN of its token
-                and of those behind it in its sequence, and of no others.
+            segment_ids: the sequence of each token, if rows hold several. The ids must not decrease
+                along a row. Tokens see only those of their own sequence, whose positions start at
+                0. Ids of 0 or below, at the end of a row that begins with a higher id, are padding.
+                A NaN or an infinity makes the outputs of its token and of later tokens in its
+                sequence NaN, and no others.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
-                Tokens from the last one on are padding.
-            positions: of the tokens, for the rotation, if they are not those in their sequences:
-                of pieces of longer ones. What a token sees does not depend on them.
+                Tokens from the last offset on are padding.
+            positions: positions for the rotation, for tokens that are pieces of longer sequences;
+                None uses the positions in their sequences. They do not change which tokens a token
+                sees.
 
         Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a wrong concrete
+                value; the message names the argument.
         """
         return self._whole(x, segment_ids, cu_seqlens, positions)
 
     def _whole(
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **more: Any
     ) -> Float[Array, "B T hidden"]:
-        """`__call__`; `more` is what `_attend_whole` of a subclass reads too."""
+        """Implements `__call__`; `more` are further arguments of a subclass's `_attend_whole`."""
         x, spoiled, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
         packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
         y = self._attend_whole(x, positions, bounds, packed, **more)
@@ -66,8 +68,12 @@ class PagedAttention(nnx.Module):
     def _isolated(
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any
     ) -> tuple[Array, Bool[Array, "B T"] | None, Int[Array, "B T"], SegmentBounds]:
-        """(x without what would reach other sequences, the tokens whose outputs are NaN for it, all
-        positions, where sequences begin and end), after the checks of `__call__`."""
+        """Checks the arguments of `__call__`, and isolates sequences from each other's NaNs.
+
+        Returns:
+            (x without numbers that would reach other sequences, the tokens whose outputs are NaN
+            for that or None, all positions, the bounds of the sequences).
+        """
         arguments = self._check_tokens(type(self).__name__, x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, cu_seqlens)
         if positions is not None:
@@ -80,22 +86,23 @@ class PagedAttention(nnx.Module):
     def _attend_whole(
         self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        """`__call__` of checked arguments; `packed` are keywords of the op, which finds `bounds` in
-        them."""
+        """`__call__` after the checks; `packed` are the op's keywords for the same sequences."""
         raise NotImplementedError
 
     def decode_rotation(
         self, seq_lens: Int[Array, "B"], q_len: int, query_lens: Int[Array, "B"] | int | None = None
     ) -> Rotation:
-        """The angles of each row's last `q_len` tokens, or the first `query_lens` of them; the
-        layers of a model share them."""
+        """The angles of each row's last `q_len` tokens, or of the first `query_lens` of these.
+
+        The layers of a model share them.
+        """
         op = f"{type(self).__name__}.decode_rotation"
         return rotation(self.decode_positions(op, seq_lens, q_len, query_lens), self.rope)
 
     def decode_positions(
         self, op: str, seq_lens: Any, q_len: int, query_lens: Any
     ) -> Int[Array, "B S"]:
-        """The positions of the tokens of `decode_rotation`; 0 for those of padding rows."""
+        """The positions of the tokens of `decode_rotation`; 0 for padding rows."""
         arguments = OpArguments(op)
         seq_lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if not isinstance(query_lens, int | None) and getattr(query_lens, "shape", None) != ():
@@ -104,7 +111,7 @@ class PagedAttention(nnx.Module):
         return jnp.maximum(first + jnp.arange(q_len), 0)
 
     def _most(self, kv_cache: Array, block_tables: Any) -> int:
-        """Tokens that a row's block table has places for."""
+        """The number of tokens that a row's block table has room for."""
         raise NotImplementedError
 
     def _marked(
@@ -118,12 +125,12 @@ class PagedAttention(nnx.Module):
         """The output of a mixed step; NaN for the tokens of rows beyond their tables.
 
         Args:
-            block_tables: of the lines.
-            rows: the keywords of `decode`, of the rows behind them.
+            block_tables: block tables of the lines.
+            rows: the keywords of `decode` for the rows after the lines.
         """
         most = self._most(kv_cache, block_tables)
         beyond = beyond_table(lines.tokens, lines.seq_lens, most, lines.query_lens)
-        if beyond is None:  # the rows' lengths are known too, or looked after
+        if beyond is None:  # then the rows' lengths are concrete or bounded too
             return y
         others = None
         if rows is not None:
@@ -134,7 +141,7 @@ class PagedAttention(nnx.Module):
         return jnp.where(lines.join(beyond, others)[..., None], jnp.nan, y)
 
     def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
-        """The checks of a call's further arguments, after that of `x`."""
+        """Checks `x`, and returns the `OpArguments` for the checks of further arguments."""
         name, shape = self.reads
         hidden = getattr(self, name).in_features
         arguments = OpArguments(op, {"hidden": (hidden, f"{name} {shape}")})
@@ -151,9 +158,11 @@ class PagedAttention(nnx.Module):
         *,
         optional: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Tables and lengths as they were given, after the check of `query_lens`, which may be None
-        where they are `optional`. The ops in a module check what is known again, and that of
-        `jax.numpy` arrays is not, under jit."""
+        """The tables and lengths as given, after the check of `query_lens`.
+
+        `query_lens` may be None if it is `optional`. Concrete arguments stay concrete, because the
+        ops in a module check them again, which they cannot do with `jax.numpy` arrays under jit.
+        """
         if query_lens is not None or not optional:
             arguments.check_query_lens(query_lens, "x", x)
             query_lens = keep_concrete(query_lens)

@@ -1,6 +1,6 @@
 """DeepSeek Sparse Attention: multi-head latent attention to the tokens that an indexer chooses.
 
-A layer may have no indexer and take the choice of a layer before it (GLM-5.2).
+A layer may have no indexer and use the choice of an earlier layer (GLM-5.2).
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     def _choose_whole(
         self, x: Array, compressed: Array, positions: Array, bounds: SegmentBounds
     ) -> Int[Array, "B T K"]:
-        """Of sequences in a row each as if it were alone: a row is one page."""
+        """The choice for each sequence as if it were alone; each row is one page."""
         if self.indexer is None:
             raise self._missing_choice()
         asked = self.indexer.turned(self.indexer(x, compressed), positions)
@@ -138,7 +138,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
 
     @staticmethod
     def _as_pages(x: Array) -> tuple[Array, Array]:
-        """The block tables and lengths of rows that are a page each."""
+        """The block tables and lengths of rows that are one page each."""
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)
         return rows[:, None], jnp.full_like(rows, x.shape[1])
 
@@ -247,8 +247,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         chunked = implementation if implementation == "xla" else None
 
         def read(pages: Array) -> tuple[Array, Rows, Any]:
-            """Pages of all GPUs in the order of rows. To the ops each line is a row, whose earlier
-            lines are its prefix."""
+            """The pages of all GPUs in the order of rows. For the ops each line is a row whose
+            prefix is its row's earlier lines."""
             pages, tables, read_layer = prefix_of(parallel, pages, jnp.asarray(block_tables), layer)
             return pages, (lines.of_row(tables, 0), lines.seq_lens, lines.query_lens), read_layer
 
@@ -274,8 +274,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         )  # fmt: skip
         out, values, rest = self._values_of(out), None, [None]
         if rows is not None:
-            # The prompts' choice reads the index keys before the rows write theirs: XLA would keep
-            # a copy for what it reads later.
+            # A barrier: the prompts' choice reads the index keys before the rows write theirs.
+            # Otherwise XLA would copy the keys for the later read.
             picked, index = lax.optimization_barrier((picked, index))
             given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
             values, index, of_rows_picked, *rest = self._attend_rows(
@@ -318,7 +318,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             (float32 [B, S, hidden], the cache, the pages of keys, the choice, the arena or None;
             and the mailbox of a `spread` that has one).
         """
-        x = tokens_of(x)  # which the indexer reads too
+        x = tokens_of(x)  # because the indexer reads x too
         index = self._checked(kv_cache, index)
         compressed, rotation, kv_cache, rows = self._write_rows(
             x, kv_cache, block_tables, seq_lens, query_lens, rotation=rotation, weights=weights,
@@ -335,7 +335,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         return self._output(x, values, kv_cache, *rows), kv_cache, *rest
 
     def _checked(self, kv_cache: Array, index: IndexPages | None) -> IndexPages | None:
-        """The pages of keys, if they are there as they are needed."""
+        """Checks the pages of keys if the layer has an indexer; returns None if it has none."""
         name = type(self).__name__
         if self.indexer is None:
             return None
@@ -369,8 +369,10 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Any, ...]:
-        """(heads' outputs, the pages with the tokens' keys, the choice, the arena or None,
-        mailboxes) of queries before rotation; `asked` is what the indexer gave, if there is one."""
+        """(heads' outputs, pages with the tokens' keys, the choice, the arena or None, mailboxes).
+
+        The queries `q` are not yet rotated. `asked` are the indexer's outputs, if there is one.
+        """
         rows = block_tables, seq_lens, query_lens
         if spread is not None and self.sinks is not None:
             raise ValueError(
@@ -415,7 +417,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         batch_invariant: bool = False,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, list[Arena]]:
-        """(outputs in the latent, log-sum-exps, the arena if one came in) of absorbed queries."""
+        """(outputs in the latent space, LSEs, the arena if one was given), for absorbed queries."""
         both: Any = tuple(queries) if len(queries) > 1 else queries[0]
         block_tables, seq_lens, query_lens = rows
         arrays = both, kv_cache, block_tables, seq_lens, indices

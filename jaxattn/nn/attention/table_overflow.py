@@ -1,4 +1,4 @@
-"""Rows longer than their block tables, which a traced length can be."""
+"""Detection of rows that are longer than their block tables, as traced lengths can be."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ def beyond_table(
     most: int,
     query_lens: Int[Array, "B"] | None,
 ) -> Bool[Array, "B T"] | None:
-    """Which new tokens are of a traced row of more than `most` tokens; None if none can be.
+    """Which new tokens belong to a traced row of more than `most` tokens; None if none can.
 
-    Lengths that are known were refused, and those `BoundedLengths` were looked after.
+    Concrete lengths have been checked already, and so have `BoundedLengths`.
     """
     if not isinstance(seq_lens, jax.core.Tracer) or most >= MOST:
         return None
     beyond = jnp.broadcast_to((seq_lens > most)[:, None], (seq_lens.shape[0], tokens))
-    if query_lens is not None:  # the others are padding, whatever the row's length
+    if query_lens is not None:  # further tokens are padding, also in such a row
         beyond &= jnp.arange(tokens) < query_lens[:, None]
     return beyond
 
@@ -34,8 +34,8 @@ def nan_beyond_table(
 ) -> Float[Array, "B T hidden"]:
     """NaN for the new tokens of a traced row of more than `most` tokens.
 
-    The ops mark such a row by its LSE, which ends in the module. Its 0 would be a finite, wrong
-    output.
+    The ops mark such a row in its LSE, which the module does not return. The op's output 0 would
+    look like a valid result.
     """
     beyond = beyond_table(y.shape[1], seq_lens, most, query_lens)
     return y if beyond is None else jnp.where(beyond[..., None], jnp.nan, y)

@@ -36,11 +36,11 @@ class IndexPages(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """What tokens ask the indexer with, and their own keys.
+    """The indexer's queries of tokens, and their own keys.
 
     Attributes:
         q: [B, S, Hi, D], rotated.
-        weights: float32 [B, S, Hi], all factors included.
+        weights: float32 [B, S, Hi], including all factors.
         keys: [B, S, D], normed and rotated.
     """
 
@@ -50,19 +50,19 @@ class IndexQueries(NamedTuple):
 
 
 class TokenIndexer(nnx.Module):
-    """Scores of cached tokens by a few narrow heads that share one key for each token.
+    """Scores cached tokens by a few narrow heads that share one key per token.
 
     Parameters, in DeepSeek's names:
         wq_b [q_lora_rank, Hi * D]   wk [hidden, D]   k_norm [D]   weights_proj [hidden, Hi]
 
     Args:
         heads, head_dim: Hi and D.
-        rope: of the first dims of queries and keys. Its angles are those of the attention; the
-            layout of pairs may be another.
-        fp8: the names of those linears whose weights are FP8, behind "indexer.".
+        rope: rotation of the first dims of queries and keys. Its angles are those of the attention;
+            its pair layout may differ.
+        fp8: the names of the linears whose weights are FP8, with the prefix "indexer.".
 
     Raises:
-        ValueError: a size is not a positive integer, or `rope` turns more than D dims.
+        ValueError: a size is not a positive integer, or `rope` rotates more than D dims.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TokenIndexer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S hidden"], compressed: Float[Array, "B S Q"]
     ) -> tuple[Array, Array, Array]:
-        """(queries [B, S, Hi, D], keys [B, S, D]) before rotation, and the heads' weights.
+        """(queries [B, S, Hi, D], keys [B, S, D], weights of the heads), before rotation.
 
         Args:
             compressed: the normed output of the attention's q_a_proj.
@@ -107,7 +107,7 @@ class TokenIndexer(nnx.Module):
             return q, keys, weights * (self.heads * self.head_dim) ** -0.5
 
     def turned(self, projected: Sequence[Array], positions: Array | Rotation) -> IndexQueries:
-        """What `__call__` gives, rotated, in the compute dtype."""
+        """The outputs of `__call__` after rotation, in the compute dtype."""
         q, keys, weights = projected
         with jax.named_scope("mla_indexer_proj"):
             q, keys = (self._rotated(x, positions).astype(self.dtype) for x in (q, keys))
@@ -119,7 +119,7 @@ class TokenIndexer(nnx.Module):
 
 
 def written(pages: IndexPages, keys: Array, rows: tuple[Any, Any, Any], layer: Any) -> IndexPages:
-    """The pages with the keys of new tokens; `rows` are block tables, lengths and new tokens."""
+    """Writes the keys of new tokens; `rows` are block tables, lengths and numbers of new tokens."""
     block_tables, seq_lens, query_lens = rows
     keys = keys if pages.scale is not None else keys.astype(pages.cache.dtype)
     found = mla.mla_index_write(
@@ -138,13 +138,13 @@ def chosen(
     implementation: Implementation | None,
     spread: ContextParallelPages | None = None,
 ) -> Int[Array, "B S K"]:
-    """The positions that tokens attend to; K is `top_k`, or a table's places where it has fewer.
+    """The positions that tokens attend to; K is `top_k`, or the table's size if that is smaller.
 
-    Of such a table every token attends to all that it sees, whatever the scores are.
+    If the table is not larger than `top_k`, every token attends to all that it sees.
 
     Args:
-        spread: of pages that several GPUs have a part of each. Each GPU finds the best of its own
-            keys, and the best of all GPUs' are the same on each.
+        spread: for rows whose pages are divided among several GPUs. Each GPU finds the best of its
+            own keys, and all GPUs then choose the same best of these.
     """
     block_tables, seq_lens, query_lens = rows
     places = block_tables.shape[1] * pages.cache.shape[-2]
@@ -162,7 +162,7 @@ def chosen(
             asked.q, asked.weights, pages.cache, block_tables, seq_lens,
             top_k=top_k, query_lens=query_lens, implementation=implementation, **given,
         )  # fmt: skip
-    # Each new token is a row of its own.
+    # Each new token becomes a row.
     new = asked.q.shape[:2]
     q, weights = (x.reshape(-1, 1, *x.shape[2:]) for x in (asked.q, asked.weights))
     own_rows = spread.tables, BoundedLengths(spread.lens, spread.most), None

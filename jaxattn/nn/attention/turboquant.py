@@ -1,4 +1,4 @@
-"""Grouped-query attention whose cache keeps TurboQuant's codes in place of keys and values."""
+"""Grouped-query attention whose cache stores TurboQuant codes instead of keys and values."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxattn import gqa
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import Rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.nn.attention.gqa import GroupedQueryAttention
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.turboquant.cache_write import check_turbo_cache
@@ -43,11 +43,11 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"],
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """As `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+        """Like `GroupedQueryAttention.prefill`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
             ValueError: among others, `parallel` divides the pages of a row.
@@ -71,7 +71,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         block_tables: Int[Array, "B M"],
         seq_lens: Int[Array, "B"],
         query_lens: Int[Array, "B"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         schedule: gqa.PairSchedule | None = None,
         rotation: Rotation | None = None,
         weights: Float[Array, "*L W"] | None = None,
@@ -79,7 +79,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         arena: Arena | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], Array, Arena | None]:
-        """As `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
+        """Like `GroupedQueryAttention.decode`, over a cache [L, N, Hk, bytes] or [N, Hk, bytes].
 
         Raises:
             ValueError: among others, `spread` is given.
@@ -110,7 +110,7 @@ class TurboQuantAttention(GroupedQueryAttention):
         arena: Arena | None = None,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Arena | None]:
-        """The new tokens' output, the cache with them, and the arena."""
+        """(the new tokens' output, the cache with these tokens, the arena or None)."""
         arguments = self._check_tokens(op, x, "B S hidden")
         arguments.sizes |= {"Hk": (self.num_kv_heads, "this module")}
         check_turbo_cache(arguments, kv_cache, block_tables, seq_lens, layer, self.form)

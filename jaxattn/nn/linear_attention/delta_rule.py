@@ -1,4 +1,4 @@
-"""The base of delta-rule layers: weights, checks, and a chunk of rows' prompts."""
+"""The base of delta-rule layers: weights, checks, and prefill of a chunk of rows' prompts."""
 
 import abc
 import dataclasses
@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
+from jaxattn.core.layer_index import checkable_layer
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import checkable_layer
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_array,
@@ -36,29 +36,29 @@ from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 
-# What `jax.checkpoint` can keep by name (`jax.checkpoint_policies.save_only_these_names`).
+# The name under which `jax.checkpoint` can save the output (`save_only_these_names`).
 SAVED_NAME = "delta_out"
 
 
 class DeltaProjections(NamedTuple):
-    """What a layer makes of its input. Dc are the channels of its convolution."""
+    """The projections of a layer's input. Dc is the number of channels of its convolution."""
 
-    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; `_made` says what may follow
-    decays: Float[Array, "B T _"]  # as the layer's gates take them
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; see `_made` for what follows
+    decays: Float[Array, "B T _"]  # the input of the layer's gates
     beta: Float[Array, "B T Hv"]  # before the sigmoid
     gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
 
 
 class DeltaLayer(nnx.Module):
-    """A layer over a pool of convolution inputs and one of states.
+    """A layer with a pool of convolution inputs and a pool of states.
 
     Attributes:
         in_proj: the name of its first projection.
         family: the first word of its scopes in a profile.
         chunk_rule: the recurrence over whole sequences, which has a gradient.
-        prefill_rule: the recurrence over a chunk, from states in slots to those after it.
+        prefill_rule: the recurrence over a chunk, which updates the states in slots.
         sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
-        dtype: of the operands of every matrix product.
+        dtype: dtype of the operands of every matrix product.
     """
 
     in_proj: ClassVar[str]
@@ -74,16 +74,20 @@ class DeltaLayer(nnx.Module):
     @property
     @abc.abstractmethod
     def _of_slot(self) -> dict[str, tuple[int, ...]]:
-        """What a slot of either pool holds, `conv_shape` and `state_shape`."""
+        """The shape of a slot in each pool, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
     def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
-        """What the projections give of tokens [B, T, hidden]."""
+        """The projections of tokens [B, T, hidden]."""
 
     @abc.abstractmethod
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        """Args: packed: whether the gate may be all of a projection, where a kernel reads it. If
-        not, `mixed` has the gate's columns behind its own, where a projection has both."""
+        """Splits the projections into their parts.
+
+        Args:
+            packed: whether the gate may be a whole projection, of which a kernel reads its columns.
+                Otherwise `mixed` ends with the gate's columns if one projection has both.
+        """
 
     @abc.abstractmethod
     def _advance(
@@ -104,7 +108,7 @@ class DeltaLayer(nnx.Module):
 
     @abc.abstractmethod
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        """The log decays and beta, float32."""
+        """The log decays and beta, both float32."""
 
     def __call__(
         self,
@@ -116,16 +120,16 @@ class DeltaLayer(nnx.Module):
         """Whole sequences from a zero state. Returns float32.
 
         Args:
-            segment_ids: the sequence that each token is of, where rows hold several. The ids must
-                not decrease along a row. Neither state nor convolution passes from one sequence to
-                the next. A NaN or an infinity makes the outputs NaN of its token and of those
-                behind it in its sequence, and of no others.
+            segment_ids: the sequence of each token, if rows hold several. The ids must not decrease
+                along a row. Neither state nor convolution passes from one sequence to the next. A
+                NaN or an infinity makes the outputs of its token and of later tokens in its
+                sequence NaN, and no others.
             cu_seqlens: offsets of n sequences packed in one row (B = 1) instead, starting at 0.
                 Tokens from the last offset on are padding.
 
         Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a wrong concrete
+                value; the message names the argument.
         """
         op, ends = type(self).__name__, keep_concrete(cu_seqlens)
         self._check_tokens(op, x)
@@ -134,13 +138,13 @@ class DeltaLayer(nnx.Module):
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x, self.dtype)
-        # Rounded once, so that the gradients of its products are added as numbers of this dtype.
+        # One cast of x, so that the gradients of its products are summed in this dtype.
         made = self._made(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(made)
         q, k, v, gate = self._convolved(made.mixed, bounds)
         gate = made.gate if gate is None else gate
         if segment_ids is not None:
-            assert bounds.first is not None  # of ids it is known
+            assert bounds.first is not None  # always set with segment_ids
             begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
             begins = begins.reshape(begins.shape + (1,) * (g.ndim - 2))
             g = jnp.where(begins, CLEARING_LOG_DECAY, g)
@@ -152,8 +156,11 @@ class DeltaLayer(nnx.Module):
         return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
 
     def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array | None, ...]:
-        """q, k and v of heads, and the columns behind theirs, or None. Each is an array of its own,
-        as its gradient is: XLA is slow where it concatenates these."""
+        """q, k and v split into heads, and the columns after them, or None.
+
+        Each is a separate array, and so is its gradient, because XLA concatenates such gradients
+        slowly.
+        """
         taps = self.conv1d[...]
         convolved = jax.ShapeDtypeStruct((*mixed.shape[:2], len(taps)), mixed.dtype)
         heads = [each.shape for each in jax.eval_shape(self._split_heads, convolved)]
@@ -193,8 +200,8 @@ class DeltaLayer(nnx.Module):
             (float32 [B, T, hidden], conv_state, ssm_state). The output at padding is exactly 0.
 
         Raises:
-            TypeError, ValueError: an argument's dtype, shape or (where concrete) value does not
-                fit; it is named.
+            TypeError, ValueError: an argument has a wrong dtype or shape, or a wrong concrete
+                value; the message names the argument.
         """
         op = f"{type(self).__name__}.prefill"
         pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
@@ -204,7 +211,7 @@ class DeltaLayer(nnx.Module):
             projected, chunk, conv_state, ssm_state, implementation
         )
         out = self._project_out(y)
-        # A padding token's gate may be anything.
+        # A padding token's gate is undefined.
         return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
 
     def _recur(
@@ -215,7 +222,7 @@ class DeltaLayer(nnx.Module):
         ssm_state: Array,
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
-        """(what out_proj is given, the pools) of a chunk, after its projections."""
+        """(the input of out_proj, the pools) for a chunk, after its projections."""
         made = self._made(projected)
         mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
@@ -249,13 +256,14 @@ class DeltaLayer(nnx.Module):
         layer: int | Int[Array, ""] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "1 N hidden"], Array, Array, Any]:
-        """Pieces of B rows' prompts in lines, and behind them a token of each of other rows, all
-        projected at once.
+        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
+        product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
             lines: which tokens each row has.
-            state_indices, seq_lens, query_lens: of the rows that lines belong to, as in `prefill`.
+            state_indices, seq_lens, query_lens: slots and lengths of the lines' rows, as in
+                `prefill`.
             rows: the keywords of `decode`; None if there are no other rows.
 
         Returns:
@@ -264,12 +272,12 @@ class DeltaLayer(nnx.Module):
         projected = self._projected(x)
         chunk = DeltaChunk.packed(lines, x.shape[1], state_indices, seq_lens, query_lens, layer)
         chosen = implementation if implementation == "xla" else None
-        # The recurrence goes over the whole list, whose end belongs to none of its rows: to cut
-        # that off would copy all that is in front of it.
+        # The recurrence runs over the whole list, although the end belongs to none of its rows:
+        # cutting the end off would copy the rest.
         y, conv_state, ssm_state = self._recur(projected, chunk, conv_state, ssm_state, chosen)
         y, rest = y.reshape(*y.shape[:2], -1), [None]
         if rows is not None:
-            # As in attention: what is read for the prompts is read before the rows write.
+            # A barrier, as in attention: the prompts read the pools before the rows write to them.
             y, conv_state, ssm_state = lax.optimization_barrier((y, conv_state, ssm_state))
             others, conv_state, ssm_state, *rest = self._advance(
                 tuple(lines.split(each)[1] for each in projected),
@@ -298,10 +306,14 @@ class DeltaLayer(nnx.Module):
     def _check_chunk(
         self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any
     ) -> "DeltaChunk":
-        """The chunk of x; `pools` are those of inputs and states, `lens` seq_lens and query_lens.
+        """Checks the arguments and returns the chunk of x.
+
+        Args:
+            pools: the pools of convolution inputs and of states.
+            lens: seq_lens and query_lens.
 
         Raises:
-            TypeError, ValueError: they do not fit; the argument is named.
+            TypeError, ValueError: an argument does not fit; the message names it.
         """
         self._check_tokens(op, x)
         slots, seq_lens, query_lens = map(keep_concrete, (slots, *lens))
@@ -310,10 +322,10 @@ class DeltaLayer(nnx.Module):
         return DeltaChunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
 
     def _check_decode(self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, layer: Any) -> Any:
-        """The slots of x's rows.
+        """Checks the arguments and returns the slots of x's rows.
 
         Raises:
-            TypeError, ValueError: they or the pools do not fit; the argument is named.
+            TypeError, ValueError: an argument does not fit; the message names it.
         """
         self._check_tokens(op, x)
         if x.shape[1] == 0:
@@ -324,13 +336,12 @@ class DeltaLayer(nnx.Module):
 
 
 def init_conv_taps(rngs: nnx.Rngs, channels: int, width: int, dtype: DTypeLike) -> nnx.Param:
-    """Of a convolution over so many tokens."""
+    """Random taps of a convolution over `width` tokens."""
     return nnx.Param(normal(rngs, (channels, width), width**-0.5, dtype))
 
 
 def init_decay_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
-    """A_log of the paper's decay rates: uniform in (0, 16). The lower end is kept off 0, whose
-    logarithm is -inf."""
+    """A_log of the paper's decay rates, uniform in (0, 16), but away from 0, whose log is -inf."""
     rates = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0)
     return nnx.Param(jnp.log(rates))
 
@@ -340,11 +351,12 @@ class DeltaChunk:
     """A chunk of each row's prompt, left-aligned.
 
     Attributes:
-        slots: of both pools; -1 where a row is padding or has no new token.
+        slots: slots in both pools; -1 for padding rows and rows without a new token.
         fresh: whether a row starts here, from zeros.
         valid: whether a token belongs to a row.
-        layer: into the stacks of pools.
-        lines: of rows that are packed in one list, `valid` [1, T] then; else None.
+        query_lens: the number of new tokens of each row.
+        layer: index into the stacks of pools.
+        lines: the lines of rows that are packed in one list, where `valid` is [1, T]; else None.
     """
 
     slots: Int[Array, " B"]
@@ -372,8 +384,10 @@ class DeltaChunk:
         query_lens: Any,
         layer: Any,
     ) -> Self:
-        """The rows of lines, side by side at the beginning of a list of so many tokens. What pads a
-        row's last line belongs to the row."""
+        """The chunk of rows whose lines fill the beginning of a list of `tokens` tokens.
+
+        The padding of a row's last line belongs to the row.
+        """
         slots = jnp.where(query_lens > 0, slots, -1)
         valid = lines.valid & (lines.of_row(slots, -1) >= 0)[:, None]
         valid = jnp.pad(valid.reshape(1, -1), ((0, 0), (0, tokens - valid.size)))
@@ -381,12 +395,11 @@ class DeltaChunk:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the recurrence is told of a list of rows."""
+        """The recurrence's options for a list of rows."""
         return {} if self.lines is None else {"cu_seqlens": self.lines.offsets}
 
     def split_tokens(self, value_heads: int) -> int | None:
-        """Tokens of a row that a block takes, for a step in which one row may have them all; None
-        leaves it to the op."""
+        """Tokens per block, if one row may have all tokens of a step; None lets the op choose."""
         if self.lines is None:
             return None
         return segment_tokens(self.lines.valid.size, 1, value_heads)
@@ -398,14 +411,14 @@ class DeltaChunk:
         conv_state: Float[Array, "*L Z W-1 Dc"],
     ) -> tuple[Float[Array, "B T Dc"], Array]:
         """The causal convolution with SiLU, and the pool with each row's last inputs."""
-        # An unused slot reads as zeros, as a fresh row starts.
+        # Slot -1 reads as zeros, the start of a fresh row.
         reads = jnp.where(self.fresh, -1, self.slots)
         before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
         if self.lines is not None:
             return self._convolve_lines(inputs, taps, before, conv_state)
         with jax.named_scope("last_inputs"):
             window = jnp.concatenate([before, inputs], axis=1)
-            # Those of the row, not of the padded chunk.
+            # The last inputs of the row, not those of the padded chunk.
             last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
             after = jnp.take_along_axis(window, last[:, :, None], axis=1)
         mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
@@ -414,8 +427,7 @@ class DeltaChunk:
     def _convolve_lines(
         self, inputs: Array, taps: Array, before: Array, conv_state: Array
     ) -> tuple[Array, Array]:
-        """A line goes on from the inputs at the end of the line before it, if it is not its row's
-        first."""
+        """Convolves lines; each continues from the line before, unless it is its row's first."""
         lines, back = self.lines, taps.shape[1] - 1
         assert lines is not None
         own, _ = lines.split(inputs)
@@ -424,7 +436,7 @@ class DeltaChunk:
             if not lines.one_each:
                 ends = jnp.pad(own[:-1, -back:], ((1, 0), (0, 0), (0, 0)))
                 started = jnp.where((lines.begins > 0)[:, None, None], ends, started)
-            # Those of the row's last line, not of its padding.
+            # The last inputs of the row's last line, not those of its padding.
             last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
             line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(own) - 1)
             at = (self.query_lens - last * lines.tokens)[:, None] + jnp.arange(back) - back
@@ -439,7 +451,7 @@ class DeltaChunk:
         return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
-        """Without decay and update at padding, which leave the state of its row as it is."""
+        """Gates with no decay and no update at padding, which keep the state of its row."""
         of_g = self.valid.reshape(*self.valid.shape, *(1,) * (g.ndim - 2))
         return jnp.where(of_g, g, 0.0), jnp.where(self.valid[..., None], beta, 0.0)
 
@@ -455,7 +467,7 @@ def check_pools(
     conv_shape: tuple[int, ...],
     state_shape: tuple[int, ...],
 ) -> None:
-    """Raises where the pools, or the slots of x's rows, do not fit what a slot holds."""
+    """Raises if the pools, or the slots of x's rows, do not match the shapes of a slot."""
     for name, pool, shape in (
         ("conv_state", conv_state, conv_shape),
         ("ssm_state", ssm_state, state_shape),

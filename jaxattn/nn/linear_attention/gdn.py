@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import gdn
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.fp8_linear import ExtraFp8Weights, linears_with_extra, new_linear
 from jaxattn.nn.linear import linears
@@ -92,7 +92,7 @@ class GatedDeltaNet(DeltaLayer):
         self.conv_dim = 2 * num_k_heads * head_k_dim + num_v_heads * head_v_dim
         self.conv_width = conv_width
         self.dtype = jnp.dtype(dtype)
-        # in_proj_ba in two parts, where a decode step has them.
+        # in_proj_ba as two FP8 parts, in the stacks that a decode step reads.
         self.gates_in_stack: ExtraFp8Weights | None = None
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -114,7 +114,7 @@ class GatedDeltaNet(DeltaLayer):
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,

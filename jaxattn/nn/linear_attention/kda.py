@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxattn import kda
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.validation.array_checks import check_sizes
 from jaxattn.nn.linear import Linear, linears
 from jaxattn.nn.linear_attention.delta_rule import (
@@ -107,7 +107,7 @@ class KimiDeltaAttention(DeltaLayer):
         *,
         state_indices: Int[Array, "B"],
         write_indices: Int[Array, "B"] | Int[Array, "B S"] | None = None,
-        layer: int | Int[Array, ""] | StackedLayer | None = None,
+        layer: int | Int[Array, ""] | LayerIndex | None = None,
         weights: Float[Array, "*L P"] | None = None,
         arena: Arena | None = None,
         implementation: Implementation | None = None,
@@ -186,11 +186,11 @@ class KimiDeltaAttention(DeltaLayer):
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
     def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        del packed  # each projection is an array of its own
+        del packed  # each projection is a separate array
         return DeltaProjections(*projected)
 
     def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        beta = made.beta[..., : self.num_heads]  # zeros of packed parameters may follow
+        beta = made.beta[..., : self.num_heads]  # packed parameters may be padded with zeros
         return kda.kda_gates(
             made.decays.reshape(*beta.shape, self.head_dim),
             beta,

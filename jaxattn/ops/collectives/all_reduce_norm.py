@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_layer, finite
 from jaxattn.kernels.collectives.all_reduce_norm import Meeting, all_reduce_norm_mosaic
@@ -33,7 +33,7 @@ def all_reduce_norm_layer(
     mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | StackedLayer,
+    layer: int | Int[Array, ""] | LayerIndex,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -50,7 +50,7 @@ def all_reduce_norm_layer(
         mailbox: The kernel's buffer, with as many features and at least T tokens. XLA leaves it
             unchanged.
         axes: The mesh axes of the GPUs. The kernel needs all axes of the mesh, in its order.
-        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stack, a Python int, a traced scalar or a `LayerIndex`.
         dtype: Dtype of the norm. None means x's.
         implementation: "mosaic_gpu", "xla", or None for the best available. The kernel requires 2
             to 8 GPUs of one process and F a multiple of 256, at most 8192, and has no gradient.
@@ -69,7 +69,7 @@ def norm_gather_layer(
     mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | StackedLayer,
+    layer: int | Int[Array, ""] | LayerIndex,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -93,7 +93,7 @@ def own_sum_norm_layer(
     mailbox: SymmetricBuffer,
     *,
     axes: Sequence[str],
-    layer: int | Int[Array, ""] | StackedLayer,
+    layer: int | Int[Array, ""] | LayerIndex,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -117,7 +117,7 @@ def _met(
     weights: Array,
     mailbox: SymmetricBuffer,
     axes: Sequence[str],
-    layer: int | Array | StackedLayer,
+    layer: int | Array | LayerIndex,
     eps: float,
     dtype: DTypeLike | None,
     implementation: Implementation | None,

@@ -15,8 +15,8 @@ from jaxattn.kernels.gdn.backward.launch import (
     gdn_backward_mosaic,
     kda_backward_mosaic,
 )
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import ChunkMatrices, whole_chunk_matrices
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 from jaxattn.ops.gdn.chunk_xla import DeltaRule, pack
 
 

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.cache.state_pool import check_pool, rows_in_use, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.array_checks import (
     check_arena,
     check_dtype,
@@ -87,7 +87,7 @@ def gated_delta_net_decode(
     state_indices: Int[Array, " B"],
     *,
     write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
-    layer: int | Int[Array, ""] | StackedLayer | None = None,
+    layer: int | Int[Array, ""] | LayerIndex | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     halves: bool = False,
@@ -115,7 +115,7 @@ def gated_delta_net_decode(
             stores nothing. A speculative decoder that accepts n of S tokens continues from
             `write_indices[b, n - 1]`. Slots must differ, and no other row may read a slot that a
             row writes.
-        layer: Index into the stacks, a Python int or a traced scalar, or a `StackedLayer` of a
+        layer: Index into the stacks, a Python int or a traced scalar, or a `LayerIndex` of a
             repeated pattern. A traced index out of range changes no pool, and y is then
             meaningless.
         scale: Factor of the delta rule's output. None means Dk**-0.5.

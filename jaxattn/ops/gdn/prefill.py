@@ -30,7 +30,8 @@ from jaxattn.core.validation.array_checks import (
     output_scale,
 )
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, refuse_prefill
+from jaxattn.kernels.gdn.prefill.chunk_plan import PrefillStatePool
+from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, refuse_prefill
 from jaxattn.ops.gdn.chunk import check_chunks
 from jaxattn.ops.gdn.chunk_xla import GATED, DeltaRule, PoolCheckpoints, gated_delta_rule_chunks
 from jaxattn.ops.gdn.prefill_options import (

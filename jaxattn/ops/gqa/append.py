@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, check_config, check_rotation, rope
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype, finite
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
@@ -60,7 +60,7 @@ def check_new_heads(
     rotation: Rotation,
     config: RopeConfig,
     eps: float,
-    layer: Array | int | StackedLayer | None,
+    layer: Array | int | LayerIndex | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, float]:
     """Checks new tokens' heads q [B, S, H, E], k and v [B, S, Hk, D], the packed weights and eps.
 
@@ -135,7 +135,7 @@ def gqa_append(
     dtype: DTypeLike | None = None,
     query_lens: Int[Array, "B"] | None = None,
     kv_scale: Array | float | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     gates: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Array, ...]:
@@ -161,7 +161,7 @@ def gqa_append(
         query_lens: int32 number of new tokens of each row, which come first among its S. None means
             S.
         kv_scale: Scales of a float8_e4m3fn cache, as for `gqa_cache_write`.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         gates: Whether to return the heads' gates too, in a separate array. E must be 2 D.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernel requires D 64, 128 or 256, even H and Hk if D is 64, and a cache of bfloat16,

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxattn.core.cache.formats import FP8, FP8_BITS, KVFormat
 from jaxattn.core.cache.paged_cache import slot_mapping
-from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
+from jaxattn.core.layer_index import LayerIndex, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, LEAST_FLOAT32, MOST_FLOAT32, check_positive
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
@@ -30,7 +30,7 @@ def check_cache(
     kv_cache: Any,
     block_tables: Any,
     seq_lens: Any,
-    layer: Array | int | StackedLayer | None,
+    layer: Array | int | LayerIndex | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Checks a cache with its block tables and lengths, by value if they are concrete.
 
@@ -97,7 +97,7 @@ def gqa_cache_write(
     seq_lens: Int[Array, "B"],
     *,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     kv_scale: Array | float | None = None,
 ) -> Array:
     """Writes the new tokens' keys and values into the cache, in place if the cache is donated.
@@ -117,7 +117,7 @@ def gqa_cache_write(
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
         query_lens: int32 number of new tokens of each row, at most S. None means S.
-        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stack, a Python int, a traced scalar or a `LayerIndex`.
         kv_scale: Positive scales of a float8_e4m3fn cache, a Python number, float32 [2] or [2, Hk];
             the op stores k / kv_scale[0] and v / kv_scale[1]. Required for that dtype only.
 

@@ -12,14 +12,14 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.cache.paged_cache import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.launch import gqa_decode_mosaic
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule
 from jaxattn.ops.gqa.cache_write import check_cache, check_kv_scale
 from jaxattn.ops.gqa.scores import (
     AttentionScoring,
@@ -45,7 +45,7 @@ def gqa_decode(
     scale: float | None = ...,
     kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
-    layer: Array | int | StackedLayer | None = ...,
+    layer: Array | int | LayerIndex | None = ...,
     window: int | None = ...,
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
@@ -66,7 +66,7 @@ def gqa_decode(
     scale: float | None = ...,
     kv_scale: Array | float | None = ...,
     query_lens: Array | None = ...,
-    layer: Array | int | StackedLayer | None = ...,
+    layer: Array | int | LayerIndex | None = ...,
     window: int | None = ...,
     sinks: Array | None = ...,
     soft_cap: float | None = ...,
@@ -86,7 +86,7 @@ def gqa_decode(
     scale: float | None = None,
     kv_scale: Array | float | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,
@@ -120,7 +120,7 @@ def gqa_decode(
         kv_scale: Positive factors of the numbers of a float8_e4m3fn cache, a Python number, float32
             [2] (keys, values) or [2, Hk]. Required for that dtype only.
         query_lens: int32 number of new tokens of each row, at most S. None means S.
-        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stack, a Python int, a traced scalar or a `LayerIndex`.
         window: Number of keys that a token sees, its own included, as Hugging Face counts them.
             None means all.
         sinks: float32 logit of each head, which takes part in the softmax once and has no value

@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.core.cache.paged_cache import attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
 from jaxattn.kernels.gqa.prefill.launch import refuse
@@ -129,7 +129,7 @@ def gqa_prefill(
     *,
     scale: float | None = None,
     kv_scale: Array | float | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from jaxattn.arena import Arena
 from jaxattn.core.cache.state_pool import check_pool, write_slots
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.array_checks import (
     check_arena,
     check_dtype,
@@ -82,7 +82,7 @@ def kimi_delta_attention_decode(
     *,
     lower_bound: float | None = None,
     write_indices: Int[Array, " B"] | Int[Array, "B S"] | None = None,
-    layer: int | Int[Array, ""] | StackedLayer | None = None,
+    layer: int | Int[Array, ""] | LayerIndex | None = None,
     scale: float | None = None,
     eps: float = 1e-6,
     arena: Arena | None = None,

@@ -40,7 +40,7 @@ def linear_four_bit_layer(
         x: Tokens. The kernel supports bfloat16, and float16 if scales are not bfloat16.
         weights: Stacks of tiles, with any N each and one K.
         form: Format of the tiles.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         out_dtypes: Dtypes of the results. None means float32.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernel requires 1 to 256 tokens and N of at least 128. The gradient is that of

@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.numerics.fp8_block_scaling import block_counts, deinterleave_columns, dequantize
+from jaxattn.core.numerics.fp8_block_scaling import block_counts, dequantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_features
 from jaxattn.kernels.linear import fp8_large_batch_linear, fp8_linear
@@ -44,9 +45,9 @@ def linear_fp8_layer(
     Args:
         x: Tokens. The kernels support bfloat16 and float16.
         weights: Stacks of float8_e4m3fn, with any N each and K a multiple of 16, with columns in
-            pairs (`jaxattn.core.numerics.fp8_block_scaling.interleave_columns`).
+            pairs (`jaxattn.core.numerics.fp8_weight_layout.interleave_columns`).
         scales: float32 scales of blocks of 128 x 128 of each matrix; block counts are rounded up.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         out_dtypes: Dtypes of the results. None means float32.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernels require 1 to 256 tokens, K a multiple of 128, and N a multiple of 64 and at

@@ -25,9 +25,9 @@ from jaxattn.core.dispatch import (
     dispatch_kernel,
     with_gradient_of,
 )
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.matmul import dot
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     FLOATS,
@@ -43,7 +43,7 @@ from jaxattn.kernels.linear.rope_epilogue import DIMS, RopeEpilogueParams
 # For a product of heads XLA pads fewer tokens to this number, and is faster with more.
 FEW_TOKENS = 8
 
-type Layer = int | Int[Array, ""] | StackedLayer
+type Layer = int | Int[Array, ""] | LayerIndex
 
 
 def linear_layer(
@@ -61,7 +61,7 @@ def linear_layer(
     Args:
         x: Tokens, which are rounded to the weights' dtype.
         weights: Stacks of one dtype, with any N each.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         biases: One stack of biases per stack of weights; numbers after the first N are ignored.
             None adds nothing.
         out_dtypes: Dtypes of the results. None means float32.

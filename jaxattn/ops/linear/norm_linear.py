@@ -22,9 +22,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
-from jaxattn.core.numerics.fp8_block_scaling import deinterleave_columns, dequantize
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
+from jaxattn.core.numerics.fp8_block_scaling import dequantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.linear import OP, linears_mosaic, refusal_with_norm, sums_parts
@@ -54,7 +55,7 @@ class PendingNorm:
         added: Float[Array, "*T F"] | ExpertOutputs,
         norms: Float[Array, "N F"],
         *,
-        layer: StackedLayer,
+        layer: LayerIndex,
         eps: float,
         dtype: DTypeLike,
         implementation: Implementation | None = None,
@@ -78,7 +79,7 @@ class PendingNorm:
         return array_of(self._added, self.shape)
 
     def before(
-        self, layer: StackedLayer, give: bool = True, parts: bool = False
+        self, layer: LayerIndex, give: bool = True, parts: bool = False
     ) -> tuple[Array, RmsNormPrologueParams] | None:
         """Returns (x [1, F], `RmsNormPrologueParams`) for a kernel that receives `layer`'s index.
 
@@ -113,7 +114,7 @@ class PendingNorm:
             self._normed = self._total, normed.reshape(self.shape)
 
     def serves(
-        self, weights: Sequence[Array], layer: StackedLayer, scales: Sequence[Array] | None = None
+        self, weights: Sequence[Array], layer: LayerIndex, scales: Sequence[Array] | None = None
     ) -> bool:
         """Returns whether one launch can compute the norm and the products with these weights."""
         if self.before(layer, parts=True) is None:
@@ -127,7 +128,7 @@ class PendingNorm:
         self,
         weights: Sequence[Float[Array, "L F N"]] | Sequence[Float[Array, "L N F"]],
         *,
-        layer: StackedLayer,
+        layer: LayerIndex,
         out_dtypes: Sequence[DTypeLike],
         give: bool = False,
         scales: Sequence[Float[Array, "L N/128 F/128"]] | None = None,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel, with_gradient_of
-from jaxattn.core.stacked_layer import split_layer_index
+from jaxattn.core.layer_index import split_layer_index
 from jaxattn.core.validation.array_checks import check_layer
 from jaxattn.ops.linear.linear import Layer
 

@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rms_norm import rms_norm
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     FLOATS,
@@ -23,7 +23,7 @@ def rms_norm_layer(
     x: Float[Array, "*T F"],
     weights: Float[Array, "L F"],
     *,
-    layer: int | Int[Array, ""] | StackedLayer,
+    layer: int | Int[Array, ""] | LayerIndex,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -33,7 +33,7 @@ def rms_norm_layer(
     Args:
         x: Tokens of F features.
         weights: The norm weights of all layers.
-        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stack, a Python int, a traced scalar or a `LayerIndex`.
         dtype: Dtype of the result. None means x's.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernel requires F a multiple of 128, at most 8192. Differentiating it raises
@@ -51,7 +51,7 @@ def add_rms_norm_layer(
     added: Float[Array, "*T F"],
     weights: Float[Array, "L F"],
     *,
-    layer: int | Int[Array, ""] | StackedLayer,
+    layer: int | Int[Array, ""] | LayerIndex,
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
@@ -77,7 +77,7 @@ def _normed(
     x: Array,
     added: Array | None,
     weights: Array,
-    layer: int | Array | StackedLayer,
+    layer: int | Array | LayerIndex,
     eps: float,
     dtype: DTypeLike | None,
     implementation: Implementation | None,

@@ -22,7 +22,7 @@ from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecode
 from jaxattn.kernels.mla.decode.launch import mla_decode_mosaic, takes_split_queries
 from jaxattn.kernels.mla.decode.workspace import scratch
 from jaxattn.ops.mla.cache_write import check_format
-from jaxattn.ops.mla.context_parallel_merge import merge_by_all_to_all
+from jaxattn.ops.mla.state_merge import merge_by_all_to_all
 
 # Cached tokens per row that the plain-JAX decode reads at a time.
 DECODE_BLOCK = 512

@@ -87,3 +87,17 @@ def _shapes(parts: Any) -> list[tuple[int, ...]]:
 
 def _stack(parts: Any) -> Any:
     return parts if hasattr(parts, "shape") else jnp.stack([*parts])
+
+
+def merge_by_all_to_all(
+    out: Float[Array, "B 1 H R"], lse: Float[Array, "B 1 H"], axes: tuple[str, ...]
+) -> Float[Array, "B 1 h R"]:
+    """Returns the merged output of this GPU's heads, exchanged in at least float32."""
+    wide = jnp.promote_types(out.dtype, jnp.float32)
+    joined = jnp.concatenate([out.astype(wide), lse.astype(wide)[..., None]], axis=-1)
+    gpus, (rows, _, heads, width) = lax.axis_size(axes), joined.shape
+    joined = joined.reshape(rows, 1, gpus, heads // gpus, width)
+    met = lax.all_to_all(joined, axes, split_axis=2, concat_axis=0)
+    met = met.reshape(gpus, rows, 1, heads // gpus, width)
+    merged, _ = merge_attention_states(met[..., :-1], met[..., -1])
+    return merged.astype(out.dtype)

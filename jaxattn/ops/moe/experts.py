@@ -21,12 +21,12 @@ from jaxattn.core.dispatch import (
     dispatch_kernel,
     with_gradient_of,
 )
+from jaxattn.core.layer_index import LayerIndex, checkable_layer, split_layer_index
 from jaxattn.core.numerics import four_bit_tiles
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.core.numerics.fp8_block_scaling import BLOCK, dequantize
 from jaxattn.core.numerics.swiglu import ClampedSwiGLU, swiglu
 from jaxattn.core.reverse_mode import in_reverse_mode_only
-from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import FLOATS, check_arena, check_array, check_layer
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
@@ -52,7 +52,7 @@ def mixture_of_experts(
     down_bias: Float[Array, "*L E F"] | None = None,
     activation: ClampedSwiGLU | None = None,
     form: FourBitFormat | None = None,
-    layer: int | Int[Array, ""] | StackedLayer | None = None,
+    layer: int | Int[Array, ""] | LayerIndex | None = None,
     arena: Arena | None = None,
     listed: RoutedToken | None = None,
     apart: bool = False,
@@ -89,7 +89,7 @@ def mixture_of_experts(
         form: Format of 4-bit weights, which are tiles (`core.numerics.four_bit_tiles`): gate_up [E,
             2, I / 64, F / C, bytes] and down [E, F / 64, I / C, bytes], or stacks. Each weight is
             rounded to x's dtype once.
-        layer: Index into the stacks, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stacks, a Python int, a traced scalar or a `LayerIndex`.
         arena: The arena in which the kernels keep the intermediates between the products, in
             regions of `scratch`.
         listed: The kernels' work list for these `ids` and this x, if `choose_experts` returned one.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.kernels.moe.router_shared_experts import (
     refusal,
     router_shared_experts_mosaic,
@@ -21,8 +21,8 @@ from jaxattn.kernels.moe.router_shared_experts import (
 )
 from jaxattn.kernels.moe.routing.router import RoutedToken
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
-from jaxattn.ops.moe.router_logits import choose_experts, router_products
-from jaxattn.ops.moe.routing import Router
+from jaxattn.ops.moe.router_logits import router_products
+from jaxattn.ops.moe.routing import Router, choose_experts
 
 
 def supports_fused_router(
@@ -40,7 +40,7 @@ def router_shared_experts(
     gate_up: Float[Array, "L X J F"],
     config: Router,
     *,
-    layer: StackedLayer,
+    layer: LayerIndex,
     always: int,
     valid: Int[Array, "1"] | Bool[Array, "1"] | None,
     arena: Arena,

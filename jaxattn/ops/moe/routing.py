@@ -11,12 +11,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.dispatch import Implementation, dispatch_kernel, without_gradient
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import check_array, check_sizes, finite
-from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, route_mosaic
+from jaxattn.kernels.moe.routing.router import LEAST, MOST_EXPERTS, RoutedToken, route_mosaic
+from jaxattn.kernels.moe.routing.small_batch_alignment import copies, supports_pairs
+from jaxattn.ops.moe.router_logits import sum_split_logits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,3 +197,82 @@ def _of_best_groups(choice: Array, router: Router) -> Array:
     _, kept = lax.top_k(best.sum(-1), router.top_groups)
     mask = jax.nn.one_hot(kept, router.groups, dtype=jnp.bool_).any(-2)
     return jnp.where(mask[..., None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+def choose_experts(
+    logits: Float[Array, "T N"],
+    bias: Float[Array, "*L E"] | None,
+    router: Router,
+    *,
+    layer: LayerIndex | None = None,
+    halves: bool = False,
+    always: int = 0,
+    gated: bool = False,
+    valid: Int[Array, "T"] | Bool[Array, "T"] | None = None,
+    x: Float[Array, "T F"] | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Int[Array, "T K"], Float[Array, "T K"], RoutedToken | None]:
+    """Returns each token's experts and their weights: `route`'s, then those every token uses.
+
+    Args:
+        logits: The logits of the E experts in the first columns, or with `halves` the result of
+            `router_products`.
+        bias: As for `route`, or the biases of all layers, which `layer` indexes.
+        always: Number of experts from E on that every token uses, with weight 1.
+        gated: Whether these experts' weight is the sigmoid of column E instead of 1.
+        valid: False or 0 marks a token as padding, whose ids become -1.
+        x: The token that `mixture_of_experts` will receive, if T is 1. If the kernel supports these
+            sizes, it also returns the `listed` argument of that op. With x the op has no gradient.
+        implementation: As for `route`.
+
+    Raises:
+        Refusal: The requested implementation does not support this call; the message says why.
+    """
+    count = router.experts
+    valid = None if valid is None else valid.astype(jnp.int32)
+    first, affine, _ = (None, (1, 0), None) if layer is None else split_layer_index(layer)
+
+    def reference(
+        logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+    ) -> tuple[Array, Array]:
+        columns = sum_split_logits(logits) if halves else logits
+        own = bias if bias is None or first is None else bias[affine[0] * first + affine[1]]
+        ids, weights = route(columns[:, :count], own, router, implementation="xla")
+        last = jnp.arange(count, count + always, dtype=ids.dtype)
+        ids = jnp.concatenate([ids, jnp.broadcast_to(last, (len(ids), always))], axis=1)
+        weights = with_shared(weights, columns)
+        return (ids if valid is None else jnp.where(valid[:, None] != 0, ids, -1)), weights
+
+    def with_shared(weights: Array, columns: Array) -> Array:
+        opened = jax.nn.sigmoid(columns[:, count : count + 1]) if gated else jnp.float32(1)
+        opened = jnp.broadcast_to(opened, (len(weights), always))
+        return jnp.concatenate([weights, opened], axis=1)
+
+    def weights_of(
+        ids: Array, logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+    ) -> Array:
+        del bias, first, valid
+        columns, routed = sum_split_logits(logits) if halves else logits, ids[:, : router.top_k]
+        weights = weights_of_chosen(columns[:, :count], jnp.maximum(routed, 0), router)
+        # Padding has lost its ids here, and nothing reads its weights.
+        return jnp.where(routed[:, :1] >= 0, with_shared(weights, columns), 0)
+
+    def mosaic(interpret: bool) -> tuple[Array, Array, RoutedToken | None]:
+        options: dict[str, Any] = {
+            **router.choice, "experts": count, "halves": halves, "always": always, "gated": gated,
+            "affine": affine, "interpret": interpret,
+        }  # fmt: skip
+        if x is not None and supports_pairs(1, router.top_k + always) and copies(x.shape[1]):
+            operands = without_gradient("route", (logits, bias, x), "logits bias x")
+            return route_mosaic(*operands[:2], layer=first, valid=valid, x=operands[2], **options)
+
+        def kernel(
+            logits: Array, bias: Array | None, first: Array | None, valid: Array | None
+        ) -> tuple[Array, Array]:
+            return route_mosaic(logits, bias, layer=first, valid=valid, **options)[:2]
+
+        return *with_gradient_of_weights(weights_of, kernel)(logits, bias, first, valid), None
+
+    return dispatch_kernel(
+        "route", implementation, mosaic, lambda: (*reference(logits, bias, first, valid), None)
+    )

@@ -5,8 +5,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.rope import RopeConfig, Rotation
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_out_dtype
@@ -31,7 +31,7 @@ def turbo_append(
     eps: float = 1e-6,
     dtype: DTypeLike | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S H D"], Array]:
     """Norms and rotates each row's new queries and keys, and caches codes of keys and values.

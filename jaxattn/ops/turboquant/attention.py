@@ -3,7 +3,7 @@
 New tokens are written first (cache_write.py) and read back like all others, so decode, chunked
 prefill and prefill at once see the same numbers. Here and in decode, queries are rotated and cached
 keys are not rotated back, because the two rotations of a product cancel. The kernels for longer
-prompts rotate keys back (prefill.py). Codes are dequantized one block of pages at a time.
+prompts rotate keys back (prefill_mosaic.py). Codes are dequantized one block of pages at a time.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int, UInt8
 from jaxattn.arena import Arena
 from jaxattn.core.cache.paged_cache import PageUnpacker, attend_pages
 from jaxattn.core.dispatch import Implementation, dispatch_kernel
+from jaxattn.core.layer_index import LayerIndex, split_layer_index
 from jaxattn.core.numerics.online_softmax import OnlineSoftmax
-from jaxattn.core.stacked_layer import StackedLayer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, dequantize, rotate
 from jaxattn.core.turboquant.slot_layout import page_slots, unpack
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_arena
 from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule
 from jaxattn.kernels.turboquant.arguments import TurboDecodeCall
 from jaxattn.kernels.turboquant.launch import turbo_decode_mosaic
 from jaxattn.ops.gqa.scores import (
@@ -37,7 +37,7 @@ from jaxattn.ops.gqa.scores import (
     window_begins,
 )
 from jaxattn.ops.turboquant.cache_write import check_head_dim, check_turbo_cache
-from jaxattn.ops.turboquant.prefill import turbo_prefill_mosaic
+from jaxattn.ops.turboquant.prefill_mosaic import turbo_prefill_mosaic
 
 # Query tokens and cached tokens per row that plain JAX processes at a time.
 QUERY_BLOCK = 512
@@ -56,7 +56,7 @@ def turbo_attention(
     form: TurboFormat,
     scale: float | None = None,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     window: int | None = None,
     sinks: Float[Array, "H"] | None = None,
     soft_cap: float | None = None,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from jaxattn.core.cache.paged_cache import slot_mapping
 from jaxattn.core.dispatch import Implementation, dispatch_xla
-from jaxattn.core.stacked_layer import StackedLayer, checkable_layer, split_layer_index
+from jaxattn.core.layer_index import LayerIndex, checkable_layer, split_layer_index
 from jaxattn.core.turboquant.codec import TurboFormat, quantize
 from jaxattn.core.turboquant.slot_layout import GROUP, pack, places
 from jaxattn.core.validation.arguments import OpArguments
@@ -25,7 +25,7 @@ def check_turbo_cache(
     kv_cache: Any,
     block_tables: Any,
     seq_lens: Any,
-    layer: Array | int | StackedLayer | None,
+    layer: Array | int | LayerIndex | None,
     form: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Checks a cache with its block tables and lengths, by value if they are concrete.
@@ -65,7 +65,7 @@ def turbo_cache_write(
     *,
     form: TurboFormat,
     query_lens: Int[Array, "B"] | None = None,
-    layer: Array | int | StackedLayer | None = None,
+    layer: Array | int | LayerIndex | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
     """Quantizes the new tokens and writes them into the cache, in place if the cache is donated.
@@ -81,7 +81,7 @@ def turbo_cache_write(
         seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
         form: Format of the cache.
         query_lens: int32 number of new tokens of each row, at most S. None means S.
-        layer: Index into the stack, a Python int, a traced scalar or a `StackedLayer`.
+        layer: Index into the stack, a Python int, a traced scalar or a `LayerIndex`.
         implementation: "xla", or None for the best available.
 
     Raises:

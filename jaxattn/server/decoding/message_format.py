@@ -8,17 +8,14 @@ from jaxattn.server.decoding.tool_choice import ToolChoice
 from jaxattn.server.decoding.tool_formats.deepseek_kimi import (
     DeepSeekV3Format,
     DeepSeekV31Format,
+    DsmlFormat,
     KimiFormat,
 )
 from jaxattn.server.decoding.tool_formats.harmony import HarmonyFormat, HarmonyParser
 from jaxattn.server.decoding.tool_formats.hermes import HermesFormat
 from jaxattn.server.decoding.tool_formats.llama import LlamaFormat
 from jaxattn.server.decoding.tool_formats.mistral import MistralArrayFormat, MistralFormat
-from jaxattn.server.decoding.tool_formats.tagged_values import (
-    DsmlFormat,
-    GlmFormat,
-    QwenCoderFormat,
-)
+from jaxattn.server.decoding.tool_formats.qwen3_coder_glm import GlmFormat, QwenCoderFormat
 from jaxattn.server.decoding.tool_formats.tool_format import ToolFormat, ToolSchemas
 
 FORMATS: dict[str, ToolFormat | HarmonyFormat] = {

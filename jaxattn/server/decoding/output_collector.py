@@ -21,9 +21,9 @@ from jaxattn.engine.requests.outputs import (
     TokenEvent,
 )
 from jaxattn.engine.requests.request import Request
+from jaxattn.server.decoding.grammars.grammar_matcher import GrammarMatcher
 from jaxattn.server.decoding.logprobs import Chance
 from jaxattn.server.decoding.stop_strings import StopStrings
-from jaxattn.server.decoding.structured_outputs import GrammarMatcher
 from jaxattn.server.decoding.token_rules import TokenRules
 from jaxattn.server.http.errors import ApiError
 from jaxattn.text import TokenStream

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason
 from jaxattn.engine.requests.request import Request
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan
 
 LOG = logging.getLogger("jaxattn.server")

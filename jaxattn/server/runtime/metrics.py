@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxattn.engine.requests.outputs import Completion, FinishReason
-from jaxattn.memory.engine_limits import Limits
+from jaxattn.limits import Limits
 from jaxattn.memory.plan import MemoryPlan
 from jaxattn.server.runtime.engine_worker import EngineSnapshot, StepReport
 from jaxattn.server.runtime.weighted_histogram import WeightedHistogram

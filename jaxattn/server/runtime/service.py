@@ -15,13 +15,13 @@ import jax
 
 from jaxattn import __version__
 from jaxattn.engine.requests.request import Grammar, Request
-from jaxattn.memory.engine_limits import Limits
-from jaxattn.models.loading.embedding_defaults import EmbeddingDefaults
+from jaxattn.limits import Limits
+from jaxattn.models.loading.pooling_config import PoolingConfig
+from jaxattn.server.decoding.grammars.grammar_matcher import GrammarVocabulary
 from jaxattn.server.decoding.message_format import MessageFormat
 from jaxattn.server.decoding.output_collector import OutputCollector
 from jaxattn.server.decoding.sampling_params import SamplingParams
 from jaxattn.server.decoding.stop_strings import StopText
-from jaxattn.server.decoding.structured_outputs import GrammarVocabulary
 from jaxattn.server.decoding.token_rules import TokenLimits
 from jaxattn.server.http.errors import ApiError, bad
 from jaxattn.server.http.json_fields import JsonFields
@@ -63,7 +63,7 @@ class ServedModel:
     vocab_size: int
     defaults: SamplingDefaults
     hidden_size: int | None = None
-    embedding: EmbeddingDefaults = EmbeddingDefaults()
+    embedding: PoolingConfig = PoolingConfig()
     longest: int | None = None
     progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 

@@ -11,7 +11,8 @@ import pytest
 from jaxattn import gqa, mla
 from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.kernels.attention.backward.launch import attention_backward
-from jaxattn.kernels.attention.backward.smem import CONFIGS, DTYPES, scratch_types
+from jaxattn.kernels.attention.backward.smem import scratch_types
+from jaxattn.kernels.attention.backward.tile_config import CONFIGS, DTYPES
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, ranges_of
 from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, shared_bytes
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow

@@ -18,7 +18,7 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     may_split,
     most_pieces,
 )
-from jaxattn.kernels.mla.decode.tile_scheduler import decode_schedule
+from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule
 
 schedule_of = jax.jit(
     make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")

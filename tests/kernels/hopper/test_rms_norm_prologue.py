@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxattn.arena import Arena
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.linear import LinearTileConfig, linears_mosaic, sums_parts
 from jaxattn.kernels.moe.combine import ExpertOutputs
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import scratch
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
 from tests.helpers.kernel_cases import slow
@@ -117,7 +117,7 @@ def test_experts_left_unsummed_go_into_the_next_products(implementation):
     ids = ids.at[0, 1].set(-1)
     sizes = dict(tokens=1, top_k=2, experts=4, hidden=256, expert_size=64)
     token, norms, products = stream(256, (128,))
-    layer = StackedLayer(jnp.int32(1), 1, 0)
+    layer = LayerIndex(jnp.int32(1), 1, 0)
 
     def step(apart, arena):
         y, arena = mixture_of_experts(

@@ -7,13 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.numerics.fp8_block_scaling import (
-    BLOCK,
-    deinterleave_columns,
-    interleave_columns,
-    quantize,
-)
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
+from jaxattn.core.numerics.fp8_block_scaling import BLOCK, quantize
+from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns, interleave_columns
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import fp8_linear
 from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
@@ -114,7 +110,7 @@ def test_gate_and_up_are_one_launch():
 @pytest.mark.parametrize("dtype, limit", [(jnp.float32, 1e-6), (jnp.bfloat16, 3e-3)])
 def test_the_reference_is_the_layers_product(dtype, limit):
     x, weights, scales = case(6, 208, 24, 264, dtype=dtype)  # blocks cut off by both edges
-    found = linear_fp8_layer(x, weights, scales, layer=StackedLayer(jnp.int32(1), 1, 0))
+    found = linear_fp8_layer(x, weights, scales, layer=LayerIndex(jnp.int32(1), 1, 0))
     close(found, wanted(x, weights, scales, 1), limit)
     x, weights, scales = case(3, 256, 128, 128, dtype=dtype)
     found = gated_fp8_layer(x, weights, scales, layer=0, out_dtype=jnp.float32)

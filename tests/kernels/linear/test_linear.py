@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rope import RopeConfig, rope, rotation
-from jaxattn.core.stacked_layer import StackedLayer
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear import linear
 from jaxattn.kernels.linear.linear import LinearTileConfig, choose, linears_mosaic
@@ -247,7 +247,7 @@ def test_a_nan_in_a_token_or_in_another_layer_stays_there():
 
 def test_the_reference_is_the_layers_product():
     x, weights = case(6, 48, 24, 40, dtype=jnp.float32)
-    place = StackedLayer(jnp.int32(1), 1, 0)
+    place = LayerIndex(jnp.int32(1), 1, 0)
     close(linear_layer(x, weights, layer=place), wanted(x, weights, 1), 1e-6)
     weights = weights[:1] * 2
     close([gated_layer(x, *weights, layer=0)], wanted(x, weights, 0, gated=True), 5e-3)

@@ -29,7 +29,7 @@ from jaxattn.kernels.moe.backward.weight_gradient import (
 from jaxattn.kernels.moe.grouped_gemm import neighbours
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
-from jaxattn.ops.moe.router_logits import choose_experts
+from jaxattn.ops.moe.routing import choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow_interpreted, x64
 from tests.helpers.moe_cases import moe_case
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.moe.routing.router import route_mosaic
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
-from jaxattn.ops.moe import router_logits as router_ops
 from jaxattn.ops.moe import routing
 from jaxattn.ops.moe.routing import Router
 from tests.helpers.at_once import at_once
@@ -34,7 +33,7 @@ def route(*given, **options):
 
 
 def choose_experts(*given, **options):
-    return jax.device_get(at_once(router_ops.choose_experts, *given, **options))
+    return jax.device_get(at_once(routing.choose_experts, *given, **options))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -134,7 +133,7 @@ def test_a_token_or_experts_that_no_list_is_made_for_are_routed_alone(features, 
     logits, _ = drawn(router, 1)
     x = jnp.ones((1, features), jnp.bfloat16)
     chosen = functools.partial(
-        router_ops.choose_experts, router=router, always=1, implementation="mosaic_gpu_interpret"
+        routing.choose_experts, router=router, always=1, implementation="mosaic_gpu_interpret"
     )
     *_, listed = jax.eval_shape(lambda: chosen(logits, None, x=x))
     assert listed is None
@@ -194,7 +193,7 @@ def test_a_layers_bias_is_read_where_it_lies_in_its_stack(implementation):
     router = ROUTERS["v3"]
     logits, bias = drawn(router, 2)
     stack = jnp.full((5, 256), jnp.nan).at[3].set(bias)
-    layer = StackedLayer(jnp.int32(1), 2, 1)
+    layer = LayerIndex(jnp.int32(1), 2, 1)
     found = choose_experts(logits, stack, router, layer=layer, implementation=implementation)
     wanted = route(logits, bias, router, implementation="xla")
     np.testing.assert_array_equal(found[0], wanted[0])

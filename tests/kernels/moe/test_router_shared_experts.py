@@ -13,18 +13,18 @@ import pytest
 
 from jaxattn.arena import Arena
 from jaxattn.core.dispatch import Refusal
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic, scratch
 from jaxattn.kernels.moe.router_shared_experts import router_shared_experts_mosaic
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.experts import mixture_of_experts
-from jaxattn.ops.moe.router_logits import choose_experts, router_products, split_router
+from jaxattn.ops.moe.router_logits import router_products, split_router
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
-from jaxattn.ops.moe.routing import Router
+from jaxattn.ops.moe.routing import Router, choose_experts
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted
 from tests.helpers.moe_cases import expected
 
-LAYER = StackedLayer(jnp.int32(1), 2, 0)  # the layer 2 of 3
+LAYER = LayerIndex(jnp.int32(1), 2, 0)  # the layer 2 of 3
 ROUTERS = {
     "v2-lite": (Router(experts=64, top_k=6, scores="softmax"), 2),
     "glm": (Router(experts=64, top_k=4, scores="sigmoid", normalize=True, scale=1.8), 1),
@@ -83,7 +83,7 @@ def drawn(name, features=256, width=64, dtype=jnp.bfloat16) -> Case:
         bias = jnp.full((3, 64), jnp.nan).at[2].set(draw(keys[2], 64) / 8)
     halves = split_router(of_layer)
     ids, _, _ = choose_experts(
-        router_products(x, halves[None], StackedLayer(jnp.int32(0), 1, 0), "xla"),
+        router_products(x, halves[None], LayerIndex(jnp.int32(0), 1, 0), "xla"),
         None if bias is None else bias[2], router, halves=True, always=always,
         implementation="xla",
     )  # fmt: skip
@@ -241,7 +241,7 @@ def unnormed(case, implementation):
         .set(1 + 0.1 * jax.random.normal(keys[1], case.x.shape[1:]))
     )
     stream = PendingNorm(
-        case.x.astype(jnp.float32), added, norms, layer=StackedLayer(LAYER.repeat, 4, 1), eps=1e-6,
+        case.x.astype(jnp.float32), added, norms, layer=LayerIndex(LAYER.repeat, 4, 1), eps=1e-6,
         dtype=jnp.bfloat16, implementation=implementation,
     )  # fmt: skip
     total = np.asarray(case.x, np.float64) + np.asarray(added, np.float64)

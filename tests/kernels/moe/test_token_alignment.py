@@ -8,19 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxattn.kernels.moe.panel_matrix import panel
 from jaxattn.kernels.moe.routing import token_alignment as work_module
 from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens
 from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
-from jaxattn.kernels.moe.tile_config import (
-    choose,
-    most_tiles,
-    padded_rows,
-    panel,
-    stages_of,
-    token_tile,
-)
+from jaxattn.kernels.moe.tile_config import choose, most_tiles, padded_rows, stages_of, token_tile
 from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 

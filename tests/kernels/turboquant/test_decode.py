@@ -10,7 +10,7 @@ import pytest
 
 from jaxattn.core.turboquant.codec import PRESETS
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule
 from jaxattn.ops.turboquant.attention import turbo_attention
 from tests.helpers.kernel_cases import both_devices, no_races, slow, slow_interpreted
 from tests.helpers.turbo_cancel import cancelling_case

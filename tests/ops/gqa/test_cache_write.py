@@ -7,7 +7,7 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.core.cache.formats import FP8, FP8_BITS
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from tests.helpers.gqa_reference import normal
 
 PAGE, PAGES, KV_HEADS, DIM = 4, 9, 2, 3
@@ -20,7 +20,7 @@ def dirty(dtype="float32"):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("layer", ["int", "traced", "StackedLayer"])
+@pytest.mark.parametrize("layer", ["int", "traced", "LayerIndex"])
 def test_each_token_is_written_to_its_place_and_nothing_else_is(dtype, layer):
     k, v = normal(4, 5, KV_HEADS, DIM), normal(4, 5, KV_HEADS, DIM, seed=2)
     lens, new = np.array([9, 5, 0, 2], np.int32), np.array([5, 2, 5, 3], np.int32)
@@ -32,7 +32,7 @@ def test_each_token_is_written_to_its_place_and_nothing_else_is(dtype, layer):
             expected[place] = np.stack([k[b, t], v[b, t]]).astype(expected.dtype)
 
     def write(number):
-        of = StackedLayer(number, 1, 0) if layer == "StackedLayer" else number
+        of = LayerIndex(number, 1, 0) if layer == "LayerIndex" else number
         given = dict(query_lens=new, layer=of)
         return gqa.gqa_cache_write(dirty(dtype), k, v, TABLES, lens, **given)
 

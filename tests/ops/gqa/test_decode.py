@@ -9,7 +9,7 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.arena import Arena
-from jaxattn.core.stacked_layer import StackedLayer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.ops.gqa.decode import DECODE_BLOCK
 from tests.helpers.at_once import at_once
 from tests.helpers.gqa_reference import (
@@ -221,7 +221,7 @@ def test_every_form_of_layer_is_one_number():
     plain = decode(q, pool.cache, pool.tables, pool.lens)
     one = functools.partial(gqa.gqa_decode, q, block_tables=pool.tables, seq_lens=pool.lens)
     traced = jax.jit(lambda n: one(kv_cache=pool.cache, layer=n))(1)
-    of = jax.jit(lambda n: one(kv_cache=pool.cache, layer=StackedLayer(n, 2, 1)))(0)
+    of = jax.jit(lambda n: one(kv_cache=pool.cache, layer=LayerIndex(n, 2, 1)))(0)
     for other in (traced, of, one(kv_cache=pool.cache[1], layer=None)):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), plain, other)
 

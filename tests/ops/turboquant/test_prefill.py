@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxattn.core.turboquant.codec import HEAD_DIMS, PRESETS, TurboFormat
-from jaxattn.ops.turboquant import prefill
+from jaxattn.ops.turboquant import prefill_mosaic
 from jaxattn.ops.turboquant.attention import turbo_attention
-from jaxattn.ops.turboquant.prefill import UNPACKED_BYTES
+from jaxattn.ops.turboquant.prefill_mosaic import UNPACKED_BYTES
 from tests.helpers.kernel_cases import both_devices, slow, slow_interpreted
 from tests.helpers.turbo_cancel import SCORE, cancelling_case, crafted
 from tests.helpers.turbo_cases import (
@@ -55,12 +55,12 @@ def attend(case, implementation):
 )
 def test_blocks_are_one_softmax(lens, preset, options, implementation, monkeypatch):
     """Of blocks of 64 tokens; a row without tokens, and windows that begin within a block."""
-    monkeypatch.setattr(prefill, "LEAST_BLOCK", 64)
-    monkeypatch.setattr(prefill, "UNPACKED_BYTES", 1)
-    prefill.turbo_prefill_mosaic.clear_cache()
+    monkeypatch.setattr(prefill_mosaic, "LEAST_BLOCK", 64)
+    monkeypatch.setattr(prefill_mosaic, "UNPACKED_BYTES", 1)
+    prefill_mosaic.turbo_prefill_mosaic.clear_cache()
     case = turbo_case(lens, preset, group=2, kv_heads=1, **options)
     assert_turbo_close(case, *attend(case, implementation), **BOUNDS)
-    prefill.turbo_prefill_mosaic.clear_cache()
+    prefill_mosaic.turbo_prefill_mosaic.clear_cache()
 
 
 @pytest.mark.sampled

@@ -1,13 +1,13 @@
-"""FLA's recurrence, in the order in which `jax_triton` gives arguments.
+"""FLA's recurrence with the argument order of `jax_triton`.
 
-Inputs come first, then outputs: a kernel of its own calls the package's, which has them elsewhere.
-Imported only where triton and fla are installed. No code of theirs is here.
+`jax_triton` passes inputs first, then outputs, so a kernel here calls the package's with its own
+order. Import this module only if triton and fla are installed. It contains no code of theirs.
 """
 
 import triton
 from fla.ops.gated_delta_rule import fused_recurrent
 
-# What the heuristics would set is given below, as constants.
+# The kernel without its heuristics; `recurrence` passes the constants that they would set.
 RECURRENCE = fused_recurrent.fused_recurrent_gated_delta_rule_fwd_kernel.fn
 
 

@@ -1,13 +1,13 @@
-"""FlagGems' MLA decode, in the order in which `jax_triton` gives arguments.
+"""FlagGems' MLA decode with the argument order of `jax_triton`.
 
-Inputs come first, then outputs: a kernel of its own calls the package's, which has them elsewhere.
-Imported only where triton and flag_gems are installed. No code of theirs is here.
+`jax_triton` passes inputs first, then outputs, so a kernel here calls the package's with its own
+order. Import this module only if triton and flag_gems are installed. It contains no code of theirs.
 """
 
 import triton
 from flag_gems.fused import flash_mla
 
-# What its heuristic would set is given below.
+# The kernel without its heuristics; `attention` passes the constant that they would set.
 ATTENTION = flash_mla.flash_mla_attn_kernel.fn
 
 

@@ -1,8 +1,8 @@
-"""vLLM's store and decode of a TurboQuant cache, in the order in which `jax_triton` has arguments.
+"""vLLM's store and decode of a TurboQuant cache with the argument order of `jax_triton`.
 
-Inputs come first, then outputs: kernels of their own call the package's, which have them elsewhere.
-What is stored in place comes twice, as an input and as the output. Imported only where triton and
-vllm are installed. No code of theirs is here.
+`jax_triton` passes inputs first, then outputs, so kernels here call the package's with their own
+order. An array that is updated in place appears as an input and as an output. Import this module
+only if triton and vllm are installed. It contains no code of theirs.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """Times and memory of a function and its gradient, as `bench train` reports them.
 
-`ms` is the GPU time of the kernels of both passes, from a profile, and `forward ms` of the forward
-alone; `backward ms` is the rest. `call ms` is a call's share of calls dispatched one after another.
-`forward MiB` and `MiB` are XLA's temporary memory of both executables, beside their arguments and
-results: outputs and gradients are results, and the output's cotangent is an argument.
+`ms` is the GPU time of the kernels of both passes, from a profile, and `forward ms` that of the
+forward pass only; `backward ms` is the difference. `call ms` is the time per call when calls are
+dispatched one after another. `forward MiB` and `MiB` are XLA's temporary memory of the forward pass
+and of both passes, without arguments and results. Outputs and gradients are results, and the
+output's cotangent is an argument.
 """
 
 import functools
@@ -16,16 +17,17 @@ import jax.numpy as jnp
 from jaxattn.bench.harness.timing import kernel_seconds, seconds
 
 MIB = 2**20
-CALLS = 8  # that are dispatched together
+CALLS = 8  # calls that are dispatched together
 
-# Floats that are differentiated, by name; then what is not.
+# (differentiated floating-point operands by name, other operands) -> output.
 type Differentiated = Callable[[Any, Any], jax.Array]
 
 
 def value_and_gradient(function: Differentiated) -> Callable[..., Any]:
-    """(floats, fixed, cotangent) -> the output, and the gradients of all floats.
+    """Returns (floats, fixed, cotangent) -> (the output, the gradients of all floats).
 
-    The cotangent is given, as PyTorch's libraries are: a loss has kernels of its own.
+    The cotangent is an argument, as it is for PyTorch's libraries, because a loss would add
+    kernels.
     """
 
     def both(floats: Any, fixed: Any, cotangent: jax.Array) -> tuple[jax.Array, Any]:
@@ -36,7 +38,7 @@ def value_and_gradient(function: Differentiated) -> Callable[..., Any]:
 
 
 class CompiledPass:
-    """A function that is compiled for its operands, once."""
+    """A function compiled once for its operands."""
 
     def __init__(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
         self.operands = operands
@@ -60,7 +62,7 @@ class CompiledPass:
         return seconds(several, repeats=3) / CALLS
 
     def kernel_seconds(self) -> float:
-        """Of a call; where there is no GPU, in a loop."""
+        """Kernel seconds per call; without a GPU, seconds per call in a loop."""
         return kernel_seconds(self) or self.loop_seconds()
 
 

@@ -1,8 +1,8 @@
-"""Layers of `jaxattn.nn` forward and backward, with `bench train`.
+"""Forward and backward passes of layers of `jaxattn.nn`, for `bench train`.
 
-Widths are Qwen3.5-35B's and DeepSeek-V2-Lite's. Gradients are of the input and of all parameters,
-which are bfloat16; `relative L2` is beside the same layer in float32, of some tokens. TFLOP/s count
-the products with parameters, of those experts that a token takes.
+Widths are Qwen3.5-35B's and DeepSeek-V2-Lite's. The gradients are those of the input and of all
+parameters, which are bfloat16. `relative L2` compares them with those of the same layer in float32,
+for a few tokens. TFLOP/s counts the products with parameters, and only a token's own experts.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jaxattn.moe import Router
 
 MOST_ERROR = 5e-2
 Shape = tuple[str, int, int]  # the layer, rows, tokens of each
-HIDDEN, TAKEN = 2048, 9  # features, and experts of a token, the shared one included
+HIDDEN, TAKEN = 2048, 9  # features, and experts per token, including the shared one
 SHAPES: tuple[Shape, ...] = (
     ("hybrid layer", 1, 8192),
     ("delta net", 1, 8192),
@@ -39,7 +39,7 @@ SMALL_SHAPES: tuple[Shape, ...] = (("small", 1, 24),)
 
 
 class HybridLayer(nnx.Module):
-    """A layer of Qwen3.5-35B: a delta net and experts, each after a norm and added."""
+    """A layer of Qwen3.5-35B: a delta net and experts, each after a norm and with a residual."""
 
     def __init__(self, **options: Any):
         self.norms = nnx.List([nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)])
@@ -77,7 +77,7 @@ LAYERS: dict[str, tuple[int, Callable[..., nnx.Module]]] = {
 
 
 def passes(name: str, rows: int, tokens: int, dtype: Any) -> tuple[Any, ...]:
-    """(the layer of parameters and input, both, what is not differentiated, a cotangent)."""
+    """(the layer's function of parameters and input, both, the other arrays, a cotangent)."""
     hidden, make = LAYERS[name]
 
     def new_layer() -> nnx.Module:
@@ -97,7 +97,7 @@ def passes(name: str, rows: int, tokens: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def met_by_a_token(parameter: jax.Array) -> float:
-    """Numbers of a parameter that a token is multiplied with; stacks of experts have three axes."""
+    """The numbers of a parameter that a token is multiplied with; expert stacks have 3 axes."""
     if parameter.ndim < 2:
         return 0
     of_experts = parameter.ndim == 3 and parameter.shape[0] > TAKEN
@@ -107,7 +107,7 @@ def met_by_a_token(parameter: jax.Array) -> float:
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table. A layer chooses implementations itself."""
+    """Returns a row of the table. A layer chooses its implementations itself."""
     del implementation, xla
     name, rows, tokens = shape
     found, wanted = (

@@ -1,10 +1,10 @@
-"""`python -m jaxattn.bench train`: ops forward and backward, beside other libraries' in JAX.
+"""`python -m jaxattn.bench train`: ops forward and backward, compared with other JAX libraries.
 
-Before it is timed, each op's gradients of `CHECKED` tokens are compared with XLA's in float32.
-gradient_timing.py says what the columns are. A peer takes the same operands, or says why it cannot;
-`xla` is this package's reference, of experts by `jax.lax.ragged_dot`. FLA and FlashQLA run in
-processes of their own (`baselines/torch_runner.py`). TFLOP/s count three times the products of
-the forward pass.
+Before timing an op, the bench compares its gradients for `CHECKED` tokens with XLA's in float32.
+gradient_timing.py explains the columns. A baseline takes the same operands, or reports why it
+cannot. `xla` is this package's reference, which uses `jax.lax.ragged_dot` for experts. FLA and
+FlashQLA run in their own processes (`baselines/torch_runner.py`). TFLOP/s counts the products of
+the forward pass three times.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxattn.core.dispatch import Implementation
 
 CHECKED = 128  # tokens
 MOST_ERROR = 2e-2
-DELTA_FLOP = 8 * 128 * 128  # of a token's state in a head: read, corrected, written, read
+DELTA_FLOP = 8 * 128 * 128  # per token and head: the state is read, corrected, written and read
 Shape = tuple[str, int, int]  # the op, rows, tokens of each
 SHAPES: tuple[Shape, ...] = (
     ("mla", 1, 8192),
@@ -46,15 +46,15 @@ SMALL_SHAPES: tuple[Shape, ...] = (("small experts", 1, 24),)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainedOp:
-    """An op that is differentiated.
+    """An op whose gradients are timed.
 
     Attributes:
-        sizes: of heads or experts, as the table has them.
-        floats: of rows and tokens, what gradients are of.
-        fixed: likewise, the rest.
+        sizes: The heads or experts, as shown in the table.
+        floats: Makes the differentiated operands for (rows, tokens).
+        fixed: Makes the other operands for (rows, tokens).
         call: (floats, fixed, implementation) -> output.
-        flop: of the forward pass's products.
-        peers: other libraries' functions of the same floats and fixed operands.
+        flop: The FLOP of the forward pass's products for (rows, tokens).
+        peers: Functions of other libraries of the same floats and fixed operands.
     """
 
     sizes: str
@@ -86,13 +86,13 @@ def mla_op(heads: int) -> TrainedOp:
         return mla.causal_attention(**floats, scale=192**-0.5, implementation=implementation)[0]
 
     def together(floats: Any) -> tuple[jax.Array, ...]:
-        """Operands of libraries whose keys are one array."""
+        """The operands of libraries whose keys are one array."""
         q, k, v = floats["q"], floats["k"], floats["v"]
         k_pe = jnp.broadcast_to(floats["k_pe"][:, :, None], (*k.shape[:3], 64))
         return q, jnp.concatenate([k, k_pe], -1), v
 
     def cudnn(floats: Any, fixed: Any) -> jax.Array:
-        """Below `jax.nn`, which refuses values of 128 beside keys of 192, where cuDNN does not."""
+        """Calls cuDNN below `jax.nn`, which refuses keys of 192 with values of 128."""
         library: Any = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
         causal = library.MaskType.CAUSAL
         out: jax.Array = library.dot_product_attention(
@@ -127,7 +127,7 @@ def gqa_op(heads: int, kv_heads: int, dim: int) -> TrainedOp:
         keys = rows, tokens, kv_heads, dim
         return {"q": draw(0, rows, tokens, heads, dim), "k": draw(1, *keys), "v": draw(2, *keys)}
 
-    # By name, as `jax.jit` hands a dict on in the order of its keys.
+    # By name, because `jax.jit` returns a dict in the order of its keys.
     def call(floats: Any, fixed: Any, implementation: Implementation | None) -> jax.Array:
         return gqa.gqa_attention(**floats, implementation=implementation)[0]
 
@@ -189,7 +189,7 @@ def experts_op(experts: int, top_k: int, hidden: int, width: int) -> TrainedOp:
         return out
 
     def tokamax(floats: Any, fixed: Any) -> jax.Array:
-        """Its ragged products between our sort and our sum. Its weights are [in, out]."""
+        """tokamax's ragged products between our sort and our sum. Its weights are [in, out]."""
         library = importlib.import_module("tokamax")
         flat = fixed["ids"].reshape(-1)
         order, sizes = jnp.argsort(flat, stable=True), jnp.bincount(flat, length=experts)
@@ -229,7 +229,7 @@ def label(shape: Shape) -> dict[str, str]:
 
 
 def check(op: TrainedOp, tokens: int, implementation: Implementation | None) -> float:
-    """The largest relative L2 error of the gradients of some tokens, beside float32."""
+    """The largest relative L2 error of the gradients of some tokens, against float32."""
     floats, fixed, cotangent = operands_of(op, 1, tokens)
 
     def gradients(floats: Any, implementation: Implementation | None) -> Any:
@@ -243,7 +243,7 @@ def check(op: TrainedOp, tokens: int, implementation: Implementation | None) -> 
 
 
 def operands_of(op: TrainedOp, rows: int, tokens: int) -> tuple[Any, Any, jax.Array]:
-    """Floats, what is not differentiated, and a cotangent."""
+    """(differentiated operands, other operands, a cotangent)."""
     floats, fixed = op.floats(rows, tokens), op.fixed(rows, tokens)
     out = jax.eval_shape(lambda: op.call(floats, fixed, "xla"))
     return floats, fixed, draw(9, *out.shape, dtype=out.dtype)
@@ -252,7 +252,7 @@ def operands_of(op: TrainedOp, rows: int, tokens: int) -> tuple[Any, Any, jax.Ar
 def measure(
     shape: Shape, implementation: Implementation | None, *, xla: bool = False
 ) -> dict[str, Any]:
-    """A row of the table; with `xla` also what XLA takes."""
+    """Returns a row of the table; with `xla` also XLA's time and memory."""
     name, rows, tokens = shape
     op = OPS[name]()
     error = check(op, min(CHECKED, tokens), implementation)
@@ -274,7 +274,7 @@ def measure(
 
 
 def measure_peers(shape: Shape) -> dict[str, float]:
-    """The columns of other libraries in JAX, which run in this process."""
+    """The columns of other JAX libraries, which run in this process."""
     name, rows, tokens = shape
     op = OPS[name]()
     operands = operands_of(op, rows, tokens)
@@ -287,13 +287,13 @@ def measure_peers(shape: Shape) -> dict[str, float]:
 def peer_columns(
     who: str, function: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Iterator[tuple[str, float]]:
-    """A peer's time and memory; none, and a line that says why, where it does not run."""
+    """Yields a baseline's time and memory; if the baseline fails, prints the error instead."""
     if who == "tokamax" and importlib.util.find_spec("tokamax") is None:
         return
     try:
         both = CompiledPass(value_and_gradient(function), operands)
         times = {"ms": both.kernel_seconds() * 1e3, "MiB": both.mebibytes}
-    except Exception as error:  # of any kind: what fails is the peer's, and is reported
+    except Exception as error:  # any kind, because the failure is the baseline's
         first = (str(error).strip().splitlines() or [""])[0]
         print(f"{who}: {type(error).__name__}: {first}", file=sys.stderr, flush=True)
         return

@@ -14,7 +14,8 @@ from jaxattn.kernels.attention.backward.mainloop import BackwardConsumer, KeyTil
 from jaxattn.kernels.attention.backward.producer import BackwardProducer, BackwardSources
 from jaxattn.kernels.attention.backward.query_gradient import QueryGradient, QueryGradientStorer
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
-from jaxattn.kernels.attention.backward.smem import WARPGROUPS, BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.smem import BackwardSmem
+from jaxattn.kernels.attention.backward.tile_config import WARPGROUPS, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler
 from jaxattn.kernels.attention.backward.wide_head_mainloop import WideBackwardConsumer
 from jaxattn.kernels.attention.work_queue import WorkQueue

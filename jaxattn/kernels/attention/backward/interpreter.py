@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.mainloop import BackwardConsumer, KeyTileGrads
-from jaxattn.kernels.attention.backward.smem import ROWS
+from jaxattn.kernels.attention.backward.tile_config import ROWS
 from jaxattn.kernels.attention.backward.tile_scheduler import KeyTile
 
 

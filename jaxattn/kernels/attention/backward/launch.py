@@ -4,7 +4,7 @@ A CTA takes a tile of at most 128 keys of a key-value head and keeps their dK an
 Its mainloop runs over all queries that see these keys, of all query heads of the group. Each step's
 part of dQ is added to global memory in float32, in the order of the key tiles. The products are in
 mainloop.py, the assignment of tiles to CTAs in tile_scheduler.py, the order of the additions in
-dq_semaphore.py, and the tile configurations in smem.py.
+dq_semaphore.py, and the tile configurations in tile_config.py.
 
 Limits: queries and values of 64 and 64 dims, 128 and 128, 192 and 128, or 256 and 256; all operands
 bfloat16 or all float16; any T, heads, group and number of rows. Scratch memory: dq in float32.
@@ -22,11 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.cta import BackwardCta
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
-from jaxattn.kernels.attention.backward.smem import (
-    CONFIGS,
-    BackwardTileConfig,
-    scratch_types,
-)
+from jaxattn.kernels.attention.backward.smem import scratch_types
+from jaxattn.kernels.attention.backward.tile_config import CONFIGS, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, ranges_of
 from jaxattn.kernels.attention.causal_tile_order import head_group
 from jaxattn.kernels.attention.softmax_constants import LOG2E

@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.query_gradient import QueryGradient, again
 from jaxattn.kernels.attention.backward.score_gradient import ScoreGradient
-from jaxattn.kernels.attention.backward.smem import DIMS, ROWS, BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.smem import BackwardSmem
+from jaxattn.kernels.attention.backward.tile_config import DIMS, ROWS, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
 from jaxattn.kernels.hopper.instructions import fence_proxy_async
 

@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.query_gradient import QueryGradientStorer
-from jaxattn.kernels.attention.backward.smem import DIMS, BackwardSmem, BackwardTileConfig
+from jaxattn.kernels.attention.backward.smem import BackwardSmem
+from jaxattn.kernels.attention.backward.tile_config import DIMS, BackwardTileConfig
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile
 
 

@@ -11,11 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.backward.dq_semaphore import await_turn, pass_turn
-from jaxattn.kernels.attention.backward.smem import (
+from jaxattn.kernels.attention.backward.smem import BackwardSmem
+from jaxattn.kernels.attention.backward.tile_config import (
     DIMS,
     ROWS,
     WARPGROUPS,
-    BackwardSmem,
     BackwardTileConfig,
 )
 from jaxattn.kernels.attention.backward.tile_scheduler import BackwardTileScheduler, KeyTile

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxattn.kernels.attention.backward.smem import BackwardTileConfig
+from jaxattn.kernels.attention.backward.tile_config import BackwardTileConfig
 
 
 class KeyTile(NamedTuple):

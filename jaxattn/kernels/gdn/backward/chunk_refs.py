@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.tiles import TILE
+from jaxattn.kernels.gdn.chunk.tiles import TILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

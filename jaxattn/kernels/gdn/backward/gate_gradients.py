@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.numerics.matmul import summed
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, DECAY
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOG2E, LOWEST_LOG2_DECAY
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DECAY
 
 # Rows of the parts, for each half of the channels: the gradient of the sums of log decays; the
 # portion of it that the chunk's last sum gets back; that of the state's decay, for 64 of its rows;
@@ -17,7 +17,7 @@ OF_SUM, OF_WRITE, OF_DECAY, OF_BETA = range(4)
 PARTS = 4
 
 # The bodies of these kernels name their layouts: JAX 0.11.2 takes minutes to infer them.
-# prefill/tiles.py describes how stores to shared memory are ordered.
+# chunk/tiles.py describes how stores to shared memory are ordered.
 LANE = plgpu.CompilerParams(
     approx_math=True,
     reduction_scratch_bytes=0,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TILE, iota
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, TILE, iota
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

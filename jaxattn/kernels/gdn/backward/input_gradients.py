@@ -42,7 +42,7 @@ from jaxattn.kernels.gdn.backward.value_head_gradients import (
     ValueHead,
     release,
 )
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BACKWARD_VECTORS,
     BY_ROW,
     CHUNK,

@@ -25,12 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
 from jaxattn.kernels.gdn.backward.hierarchical_masks import across_halves, up_to_each
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
-    WgmmaAccumulator,
-    with_accumulators,
-)
-from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOWEST_LOG2_DECAY
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BY_COLUMN,
     BY_ROW,
     CHANNEL_BETA,
@@ -45,6 +40,11 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     over_rows,
     triangles,
 )
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
+)
+from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOWEST_LOG2_DECAY
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.ptx import register_constant, without_constants

@@ -22,13 +22,13 @@ from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, two_term
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.kda_input_gradients import channel_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, DIM
 from jaxattn.kernels.gdn.prefill.intra_chunk.launch import (
     ChunkMatrices,
     whole_chunk_matrices,
     whole_chunks,
 )
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.launch import channel_chunks
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
 
 
 class ChunkedTokens(NamedTuple):

@@ -31,22 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.backward.gate_gradients import LANE
-from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
+from jaxattn.kernels.gdn.chunk.pipeline import drain, next_slot, stream
+from jaxattn.kernels.gdn.chunk.state_update import (
     ChunkStateUpdate,
-    drain,
     first_half,
     first_state,
-    next_slot,
     store_state,
-    stream,
     times,
-    zero_tile,
 )
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
-    WgmmaAccumulator,
-    with_accumulators,
-)
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BETA,
     CHANNEL_BETA,
     CHUNK,
@@ -58,6 +51,11 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     copy_rows,
     copy_triangle,
     triangles,
+    zero_tile,
+)
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
 )
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS

@@ -11,13 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.gdn.backward.chunk_refs import ChunkGradientRefs, tile, vector
 from jaxattn.kernels.gdn.backward.gate_gradients import OF_DECAY, OF_SUM, OF_WRITE
-from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import zero_tile
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
-    WgmmaAccumulator,
-    with_accumulators,
-)
-from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import fill_above
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BETA,
     BY_COLUMN,
     BY_ROW,
@@ -31,7 +25,13 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     WRITE,
     over_columns,
     over_rows,
+    zero_tile,
 )
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
+)
+from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import fill_above
 from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 

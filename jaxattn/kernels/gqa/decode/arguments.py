@@ -10,7 +10,7 @@ from jaxattn.arena import Arena
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.smem import block_columns
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import (
     PairSchedule,
     decode_schedule,
     most_steps,

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, visible_keys
 from jaxattn.kernels.gqa.decode.epilogue import (
     GqaDecodeEpilogue,
     GqaOutputTile,
@@ -31,7 +31,7 @@ from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS, QUERIES
 from jaxattn.kernels.gqa.decode.split_kv.combine import SplitKvCombine, chunks_of
 from jaxattn.kernels.gqa.decode.split_kv.semaphore import SplitSemaphore
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator
 
 COMPILER_PARAMS = plgpu.CompilerParams(
     approx_math=True,
@@ -201,11 +201,11 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         consumers = self.cut.consumers
         return lax.rem(self.wg + consumers - lax.rem(done, consumers), consumers)
 
-    def pairs(self) -> HeadWorkPartition:
-        return HeadWorkPartition(**self.of_pairs())
+    def pairs(self) -> HeadWorkIterator:
+        return HeadWorkIterator(**self.of_pairs())
 
     def of_pairs(self) -> dict[str, Any]:
-        """The fields of `HeadWorkPartition`."""
+        """The fields of `HeadWorkIterator`."""
         cut, refs, cuts_ref = self.cut, self.refs, self.refs.cuts_ref
         begin, end = ((cuts_ref[0, i], cuts_ref[1, i]) for i in (self.index, self.index + 1))
         layer = jnp.clip(refs.layer_ref[0], 0, refs.kv_ref.shape[0] - 1)

@@ -19,10 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import LOG2E
-from jaxattn.kernels.attention.work_partition import SchedulePosition
+from jaxattn.kernels.attention.work_iterator import SchedulePosition
 from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import VALUES, HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import VALUES, HeadWorkIterator
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 
@@ -56,7 +56,7 @@ class GqaOutputTile:
         partial, partial_lse: [.., D] and [2 * parts, rows], or None if there are none.
     """
 
-    part: HeadWorkPartition
+    part: HeadWorkIterator
     first_rows: Sequence[int]
     rows: int
     head_dim: int

@@ -2,7 +2,7 @@
 
 The grid has one CTA for each (part of the schedule, tile of packed rows): as many as the GPU runs
 at a time, or more if pairs are long. A CTA processes the pieces of (row, KV head) pairs in its
-part. Its body is in mainloop.py and epilogue.py. The parts come from split_kv/tile_scheduler.py,
+part. Its body is in mainloop.py and epilogue.py. The parts come from split_kv/decode_schedule.py,
 and split_kv/combine.py merges the pairs that were split.
 
 Limits: D 64, 128 or 256, pages of 16, 32, 64 or 128 tokens, q bfloat16 or float16, a cache of q's

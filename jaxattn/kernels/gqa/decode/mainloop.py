@@ -36,7 +36,7 @@ from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipe
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.gqa.decode.mma import products_of
 from jaxattn.kernels.gqa.decode.smem import GqaDecodeSmem
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import KEYS, VALUES
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import KEYS, VALUES
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 
 

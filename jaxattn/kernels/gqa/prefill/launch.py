@@ -2,10 +2,10 @@
 
 Persistent CTAs draw tiles of 128 packed rows of a head (192 where D is 64), one after another. The
 definition of a tile is in tile_scheduler.py, the producer warpgroup in producer.py, the consumers
-in mainloop.py, and the configuration for each D in smem.py. The online softmax runs through the
-prefix, read page by page from the cache, and on through the new tokens. It needs no global memory
-except for the output and the LSE. If a row has few new tokens, the heads of a group are adjacent
-packed rows (pack GQA).
+in mainloop.py, and the configuration for each D in tile_config.py. The online softmax runs through
+the prefix, read page by page from the cache, and on through the new tokens. It needs no global
+memory except for the output and the LSE. If a row has few new tokens, the heads of a group are
+adjacent packed rows (pack GQA).
 
 Limits: D 64, 128 or 256, q, k, v and cache all bfloat16 or all float16, pages of 16, 32, 64 or 128
 tokens, any T, group and number of rows.
@@ -23,14 +23,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.causal_tile_order import head_group
 from jaxattn.kernels.gqa.prefill.mainloop import GqaPrefillCta, ScoreScaling
-from jaxattn.kernels.gqa.prefill.smem import (
+from jaxattn.kernels.gqa.prefill.smem import scratch_types
+from jaxattn.kernels.gqa.prefill.tile_config import (
     PAGE_SIZES,
     ROWS,
     GqaPrefillTileConfig,
     config_of,
     copies_of,
     refusal,
-    scratch_types,
 )
 from jaxattn.kernels.gqa.prefill.tile_scheduler import GqaPrefillTileScheduler
 from jaxattn.kernels.hopper.build.launch import launch

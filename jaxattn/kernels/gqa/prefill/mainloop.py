@@ -24,7 +24,8 @@ from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
 from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E
 from jaxattn.kernels.attention.work_queue import WorkQueue
 from jaxattn.kernels.gqa.prefill.producer import GqaPrefillProducer, GqaPrefillSources
-from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
+from jaxattn.kernels.gqa.prefill.smem import GqaPrefillSmem
+from jaxattn.kernels.gqa.prefill.tile_config import ROWS, GqaPrefillTileConfig
 from jaxattn.kernels.gqa.prefill.tile_scheduler import (
     FIRST,
     OFFSET,

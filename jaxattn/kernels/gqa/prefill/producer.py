@@ -11,7 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gqa.prefill.smem import ROWS, GqaPrefillSmem, GqaPrefillTileConfig
+from jaxattn.kernels.gqa.prefill.smem import GqaPrefillSmem
+from jaxattn.kernels.gqa.prefill.tile_config import ROWS, GqaPrefillTileConfig
 from jaxattn.kernels.gqa.prefill.tile_scheduler import BASE, GqaKeyTile, GqaQueryTile
 
 KEYS, VALUES = 0, 1  # in the cache's axis of two

@@ -11,7 +11,7 @@ from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer
 from jaxattn.core.dispatch import without_gradient
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 
 
 @jax.tree_util.register_dataclass

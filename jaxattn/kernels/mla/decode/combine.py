@@ -20,7 +20,7 @@ from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 
 AHEAD = 8  # partial results of a row that are read at a time
 # Most split rows have two partial results. With at most FEW of them, a CTA merges four rows

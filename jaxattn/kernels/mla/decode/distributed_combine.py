@@ -39,7 +39,7 @@ from jaxattn.kernels.mla.decode.combine import (
     merge_into,
     weight_of,
 )
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 
 HALVES = RANK // peers.STATE_DIMS
 SHARERS = 4  # warpgroups that share the partial results of a CTA

@@ -49,7 +49,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
+from jaxattn.kernels.mla.decode.latent_tile import (
     BLOCKS,
     RANK,
     ROPE,

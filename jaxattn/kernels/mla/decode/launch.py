@@ -23,21 +23,20 @@ from jaxattn.kernels.attention.split_kv_schedule import TILE, few_rows, num_tile
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import plain_copies, require_hopper
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
+from jaxattn.kernels.mla.decode.decode_schedule import PAGE_SIZES, scheduled
+from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.launch import (
     MOST_COLUMNS,
     mla_decode_swap_ab,
     refuse_swap_ab,
 )
-from jaxattn.kernels.mla.decode.tile_scheduler import PAGE_SIZES, scheduled
-from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    RANK,
-    ROPE,
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import (
     MlaDecodeConfig,
     MlaDecodeRefs,
     scratch_types,
 )
+from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
 
 
 def takes_split_queries(num_heads: int) -> bool:
@@ -110,8 +109,8 @@ def mla_decode_mosaic(
     `columns` selects the swap-AB kernel, whose products have heads as columns, for queries in one
     array. None selects it for up to 32 packed rows of an FP8 cache, and for so few packed rows that
     it is faster, by a twentieth to a sixth.
-    `output_by_tma` (see warp_specialized/smem.py) is faster by up to 8 us where most rows are
-    whole, and slower by 3 us where they are split; None chooses by B.
+    `output_by_tma` (see warp_specialized/cta_context.py) is faster by up to 8 us where most rows
+    are whole, and slower by 3 us where they are split; None chooses by B.
     """
     require_hopper("mla_decode", interpret=interpret)
     if columns is None:

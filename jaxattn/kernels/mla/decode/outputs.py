@@ -19,7 +19,7 @@ from jaxattn.kernels.attention.split_kv_schedule import may_split
 from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecodeCall
 from jaxattn.kernels.mla.decode.combine import SplitRows, combine
 from jaxattn.kernels.mla.decode.distributed_combine import distributed_combine
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 from jaxattn.kernels.mla.decode.workspace import spec_of
 
 

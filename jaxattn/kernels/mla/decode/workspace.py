@@ -14,7 +14,7 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     packed_rows,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 
 
 def scratch(

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxattn.core.dispatch import Refusal, without_gradient
 from jaxattn.kernels.hopper.device import require_hopper
-from jaxattn.kernels.mla.decode.tile_scheduler import PAGE_SIZES
+from jaxattn.kernels.mla.decode.decode_schedule import PAGE_SIZES
 from jaxattn.kernels.mla.index.scores import DIM, IndexScoreConfig, index_scores
 from jaxattn.kernels.mla.index.top_k import top_k_places
 from jaxattn.kernels.mla.index.work_tiles import IndexTiling, part_begins, visible_keys

@@ -25,7 +25,7 @@ from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
-from jaxattn.kernels.hopper.fp8_operands import SWIZZLED, plain_product, widened
+from jaxattn.kernels.hopper.fp8_conversion import SWIZZLED, plain_product, widened
 from jaxattn.kernels.hopper.instructions import swizzled, warpgroup_barrier
 from jaxattn.kernels.hopper.mlir import arith, llvm, utils
 from jaxattn.kernels.hopper.ptx import (

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.attention.work_iterator import WorkIterator
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.decode.warp_specialized.kernel import MlaDecodeKernel
-from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeConfig, MlaDecodeRefs
 from jaxattn.kernels.mla.index.work_tiles import visible_keys
 from jaxattn.kernels.mla.sparse.list_mask import ListMask
 from jaxattn.kernels.mla.sparse.token_loader import (
@@ -27,8 +27,8 @@ from jaxattn.kernels.mla.sparse.token_loader import (
 
 
 @dataclasses.dataclass(frozen=True)
-class ListPartition(WorkPartition):
-    """A CTA's part of the tokens' lists.
+class ListIterator(WorkIterator):
+    """The iteration over a CTA's part of the tokens' lists.
 
     Attributes:
         most: Pages of a list.
@@ -55,9 +55,9 @@ class ListPartition(WorkPartition):
         return super().pages_in(length) if self.whole else jnp.int32(self.most)
 
     @classmethod
-    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListPartition":
+    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListIterator":
         rows, entries = refs.indices_ref.shape
-        part = WorkPartition.of(refs, index)
+        part = WorkIterator.of(refs, index)
         given = {x.name: getattr(part, x.name) for x in dataclasses.fields(part)}
         if whole:
             number = lax.div(rows + parts - 1 - index, parts)
@@ -79,8 +79,8 @@ class MlaSparseKernel(MlaDecodeKernel):
         self.tokens_of_row, self.whole = tokens_of_row, whole
         super().__init__(cut, refs)
 
-    def partition(self) -> WorkPartition:
-        return ListPartition.of_lists(self.refs, self.index, self.cut.parts, self.whole)
+    def work_iterator(self) -> WorkIterator:
+        return ListIterator.of_lists(self.refs, self.index, self.cut.parts, self.whole)
 
     def page_loader(self) -> TokenLoader:
         return (Fp8TokenLoader if self.cut.latents.quantized else WideTokenLoader)(self)

@@ -35,11 +35,10 @@ from jaxattn.kernels.attention.split_kv_schedule import (
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
+from jaxattn.kernels.mla.decode.decode_schedule import INTERPRETED_SMS, PAGE_SIZES
+from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
-from jaxattn.kernels.mla.decode.tile_scheduler import INTERPRETED_SMS, PAGE_SIZES
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    RANK,
-    ROPE,
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import (
     MlaDecodeConfig,
     MlaDecodeRefs,
     scratch_types,

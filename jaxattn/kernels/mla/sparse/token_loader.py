@@ -18,17 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled, warpgroup_barrier
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, RANK, ROPE, SCALE_BYTES, SWIZZLED
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import AHEAD, Fp8PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    PAGES,
-    QUARTER,
-    RANK,
-    RAW,
-    ROPE,
-    SCALE_BYTES,
-    SWIZZLED,
-)
+from jaxattn.kernels.mla.decode.warp_specialized.smem import PAGES, RAW
 from jaxattn.kernels.mla.sparse.token_gather import (
     copy_scales,
     copy_tokens,

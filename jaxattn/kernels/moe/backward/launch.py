@@ -32,8 +32,8 @@ from jaxattn.kernels.moe.backward.row_gather import tokens_in_rows
 from jaxattn.kernels.moe.backward.weight_gradient import DEPTH, weight_gradient
 from jaxattn.kernels.moe.combine import combine
 from jaxattn.kernels.moe.grouped_gemm import grouped_product
-from jaxattn.kernels.moe.grouped_tile import PanelMatrix
 from jaxattn.kernels.moe.launch import FP8, OP, output_columns, refuse
+from jaxattn.kernels.moe.panel_matrix import PanelMatrix, panel
 from jaxattn.kernels.moe.routing.token_alignment import TokenAlignment, align_tokens
 from jaxattn.kernels.moe.tile_config import (
     BLOCK,
@@ -42,7 +42,6 @@ from jaxattn.kernels.moe.tile_config import (
     MoeTileConfig,
     choose,
     padded_rows,
-    panel,
 )
 
 # The name by which `jax.checkpoint` can save it (`jax.checkpoint_policies.save_only_these_names`).

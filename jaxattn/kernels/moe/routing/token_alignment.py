@@ -37,6 +37,16 @@ class TokenAlignment(NamedTuple):
     tokens: jax.Array | None
 
 
+class GroupedGemmTile(NamedTuple):
+    """The next item of a CTA."""
+
+    expert: jax.Array
+    source: jax.Array  # first row of its tokens
+    target: jax.Array  # first row of its results
+    groups: jax.Array  # of 8 tokens
+    place: jax.Array  # index among the expert's pieces of rows
+
+
 def tokens_in_place(tokens: int) -> bool:
     """Whether the tokens are multiplied in place."""
     return tokens <= GROUP

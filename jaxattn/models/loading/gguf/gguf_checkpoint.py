@@ -13,10 +13,10 @@ from jaxattn.models.blocks import GQA
 from jaxattn.models.checkpoint.native_format import CheckpointError
 from jaxattn.models.checkpoint.safetensors_index import TensorEntry
 from jaxattn.models.families.components.config_fields import ConfigFields
+from jaxattn.models.families.components.published_model import PublishedModel
 from jaxattn.models.loading.gguf.gguf_config import ROPE, config_of
 from jaxattn.models.loading.gguf.gguf_encodings import GgufEncoding
 from jaxattn.models.loading.gguf.gguf_header import GgufHeader
-from jaxattn.models.registry import PublishedModel
 from jaxattn.models.weight_map.tensor_mapping import WeightMapping
 
 _ENDS = {

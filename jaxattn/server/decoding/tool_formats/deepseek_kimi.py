@@ -3,7 +3,7 @@
 import abc
 import re
 
-from jaxattn.server.decoding.tool_formats.lossless_json import object_text
+from jaxattn.server.decoding.tool_formats import lossless_json
 from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallDraft,
@@ -13,6 +13,10 @@ from jaxattn.server.decoding.tool_formats.tool_format import (
     ToolSchemas,
 )
 
+DSML = "｜DSML｜"
+SECTIONS = (f"<{DSML}function_calls>", f"<{DSML}tool_calls>")
+INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
+GIVEN, GIVEN_END = f'<{DSML}parameter name="', f"</{DSML}parameter>"
 _KIMI_ID = re.compile(r"\s*((?:functions\.)?([\w.-]+?)(?::\d+)?)\s*")
 
 
@@ -72,7 +76,7 @@ class DeepSeekV31Format(SectionFormat):
         yield from cursor.space()
         yield from cursor.literal(self.between)
         yield from cursor.space()
-        return CallDraft(name, object_text((yield from cursor.json())))
+        return CallDraft(name, lossless_json.object_text((yield from cursor.json())))
 
 
 class DeepSeekV3Format(DeepSeekV31Format):
@@ -95,10 +99,88 @@ class DeepSeekV3Format(DeepSeekV31Format):
         yield from cursor.space()
         yield from cursor.literal("```json")
         yield from cursor.space()
-        arguments = object_text((yield from cursor.json()))
+        arguments = lossless_json.object_text((yield from cursor.json()))
         yield from cursor.space()
         yield from cursor.literal("```")
         return CallDraft(name, arguments)
+
+
+class DsmlFormat(ToolFormat):
+    """DeepSeek-V3.2's markup, which marks each parameter as a string or as JSON.
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+    An invocation may contain a JSON object instead of parameters. DeepSeek-V4 calls the section
+    tool_calls.
+    """
+
+    name = "deepseek_v32"
+    shown = (DSML,)
+    frame = CallFrame(
+        begin=f"<{DSML}function_calls>\n",
+        before=f'{INVOKE}NAME">\n',
+        after=f"\n{INVOKE_END}",
+        end=f"\n</{DSML}function_calls>",
+    )
+
+    def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
+        return (*SECTIONS, INVOKE)
+
+    def read(self, cursor: TextCursor, tools: ToolSchemas) -> Reading:
+        if (yield from cursor.one_of(*SECTIONS)) is not None:
+            yield from cursor.space()
+        yield from cursor.literal(INVOKE)
+        invokes = True
+        while invokes:
+            name = yield from cursor.name('">')
+            yield from cursor.space()
+            if cursor.text.startswith("{"):
+                arguments = lossless_json.object_text((yield from cursor.json()))
+                yield from cursor.space()
+                yield from cursor.literal(INVOKE_END)
+            else:
+                arguments = yield from self._parameters(cursor)
+            yield CallDraft(name, arguments)
+            yield from cursor.space()
+            ends = (f"</{section[1:]}" for section in SECTIONS)
+            invokes = (yield from cursor.one_of(INVOKE, *ends)) == INVOKE
+
+    def _parameters(self, cursor: TextCursor) -> Scan[str]:
+        """Reads an invocation's parameters and its end tag, and returns them as a JSON object."""
+        found: dict[str, str] = {}
+        mark = yield from cursor.one_of(GIVEN, INVOKE_END)
+        while mark == GIVEN:
+            key = yield from cursor.name('" string="')
+            kind = yield from cursor.one_of('true">', 'false">')
+            if kind is None or key in found:
+                raise Unreadable
+            text, mark = yield from self._value(cursor)
+            is_text = kind.startswith("true")
+            found[key] = lossless_json.quoted(text) if is_text else lossless_json.literal(text)
+        if mark is None:
+            raise Unreadable
+        return lossless_json.object_of(found)
+
+    def _value(self, cursor: TextCursor) -> Scan[tuple[str, str]]:
+        """Reads a value and its end tag, and returns the value and the tag after it.
+
+        Raises:
+            Unreadable: If the end tag is missing, because the next value begins or the call ends
+                before it.
+        """
+        parts: list[str] = []
+        while True:
+            text, mark = yield from cursor.until(GIVEN_END, GIVEN, INVOKE_END)
+            if mark != GIVEN_END:
+                raise Unreadable
+            space = yield from cursor.space()
+            if (after := (yield from cursor.one_of(GIVEN, INVOKE_END))) is not None:
+                return "".join([*parts, text]), after
+            parts += text, mark, space
 
 
 class KimiFormat(SectionFormat):
@@ -126,7 +208,7 @@ class KimiFormat(SectionFormat):
         if mark != self.between or match is None:
             raise Unreadable
         yield from cursor.space()
-        return CallDraft(match[2], object_text((yield from cursor.json())), match[1])
+        return CallDraft(match[2], lossless_json.object_text((yield from cursor.json())), match[1])
 
     def id(self, name: str, index: int) -> str:
         return f"functions.{name}:{index}"

@@ -1,6 +1,6 @@
 """Llama 3's format of tool calls: bare JSON objects."""
 
-from jaxattn.server.decoding.tool_formats.hermes import declared_name, draft
+from jaxattn.server.decoding.tool_formats.json_call import declared_name, draft
 from jaxattn.server.decoding.tool_formats.text_cursor import TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (
     CallFrame,

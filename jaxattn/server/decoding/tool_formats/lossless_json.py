@@ -72,6 +72,12 @@ def object_text(text: str) -> str:
     return text
 
 
+def object_of(values: dict[str, str]) -> str:
+    """Returns a JSON object, given the JSON of its values."""
+    pairs = (f"{quoted(key)}:{value}" for key, value in values.items())
+    return "{" + ",".join(pairs) + "}"
+
+
 def literal(text: str) -> str:
     """Returns a JSON text without white space; also accepts Python's `True`, `False` and `None`.
 

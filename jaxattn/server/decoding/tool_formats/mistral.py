@@ -3,7 +3,7 @@
 import re
 import secrets
 
-from jaxattn.server.decoding.tool_formats.hermes import declared_name, draft
+from jaxattn.server.decoding.tool_formats.json_call import declared_name, draft
 from jaxattn.server.decoding.tool_formats.lossless_json import object_text
 from jaxattn.server.decoding.tool_formats.text_cursor import Scan, TextCursor, Unreadable
 from jaxattn.server.decoding.tool_formats.tool_format import (

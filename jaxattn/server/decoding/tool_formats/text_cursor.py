@@ -176,6 +176,18 @@ class TextCursor:
             self.take(len(self.text) - known.begun(self.text))
             yield from self._sought_in(known.firsts)
 
+    def name(self, end: str) -> Scan[str]:
+        """Consumes a name and the end mark after it in the same line, and returns the name.
+
+        Raises:
+            Unreadable: If no name ends there, or it is longer than `MOST_NAME`.
+        """
+        text, mark = yield from self.until(end, "\n")
+        name = text.strip()
+        if mark != end or not 0 < len(name) <= MOST_NAME:
+            raise Unreadable
+        return name
+
     def json(self, opens: str = "{") -> Scan[str]:
         """Consumes a JSON value that begins with a bracket of `opens`, and returns its text without
         white space outside of strings.

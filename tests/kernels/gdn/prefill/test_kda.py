@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxattn import kda
+from jaxattn.kernels.gdn.prefill.chunk_plan import PrefillStatePool
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch as inter_chunk_launch
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk import launch as kda_launch
-from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic
+from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (
     BOUND,

@@ -11,9 +11,10 @@ import pytest
 
 from jaxattn import gdn
 from jaxattn.kernels.gdn.prefill import launch as gdn_prefill
+from jaxattn.kernels.gdn.prefill.chunk_plan import PrefillStatePool
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch as gdn_prefill_state
 from jaxattn.kernels.gdn.prefill.intra_chunk import launch as gdn_prefill_chunk
-from jaxattn.kernels.gdn.prefill.launch import PrefillStatePool, gdn_prefill_mosaic, segment_tokens
+from jaxattn.kernels.gdn.prefill.launch import gdn_prefill_mosaic, segment_tokens
 from jaxattn.ops.gdn.prefill import gated_delta_rule_prefill
 from tests.helpers.at_once import at_once
 from tests.helpers.gdn_prefill_cases import (

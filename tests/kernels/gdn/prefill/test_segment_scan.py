@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxattn import gdn
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK
 from jaxattn.kernels.gdn.prefill.inter_chunk import launch as gdn_prefill_state
 from jaxattn.kernels.gdn.prefill.intra_chunk import launch as gdn_prefill_chunk
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK
 from tests.helpers.gdn_prefill_cases import make_case
 
 # Key heads, value heads, tokens, and what lies before and behind them. What the kernels choose by

@@ -15,7 +15,7 @@ from jaxattn.core.dispatch import traced_for_hopper
 from jaxattn.gqa import gqa_decode
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.split_kv import oversubscription
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import PairSchedule, decode_schedule
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import PairSchedule, decode_schedule
 from jaxattn.kernels.gqa.decode.split_kv.workspace import scratch
 from tests.helpers.at_once import at_once
 from tests.helpers.gqa_cases import (

@@ -13,7 +13,7 @@ import pytest
 from jaxattn import gqa
 from jaxattn.core.cache.formats import KVFormat
 from jaxattn.kernels.gqa.prefill import launch
-from jaxattn.kernels.gqa.prefill.smem import CONFIGS
+from jaxattn.kernels.gqa.prefill.tile_config import CONFIGS
 from jaxattn.kernels.hopper.build import launch as hopper_launch
 from jaxattn.kernels.hopper.build.interpreter import interpret_mode
 from jaxattn.ops.gqa import prefill as prefill_op

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxattn.kernels.gdn.chunk.tiles import DIM, compiler_params
+from jaxattn.kernels.gdn.prefill.chunk_plan import first_run
 from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
 from jaxattn.kernels.gdn.prefill.inter_chunk.mainloop import (
     InterChunkConfig,
@@ -29,8 +31,6 @@ from jaxattn.kernels.gdn.prefill.inter_chunk.mainloop import (
     scratch_types,
 )
 from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import NormEpilogueParams
-from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import first_run
-from jaxattn.kernels.gdn.prefill.tiles import DIM, compiler_params
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 
@@ -74,7 +74,7 @@ def output_pass(
         written: [N, Hv, 64, 128] for decays per channel; then q and k have this shape too and
             vectors are [N, Hv, 2, 64], see kda_intra_chunk/launch.py.
         runs: int32 [7, N + 1 + R], a column for each chunk of x and one more, and then the runs,
-            with the rows of state_update.py, padding last.
+            with the rows of chunk_plan.py, padding last.
         starts: float32 [1, n, Hv, 128, 128], of which a run's BEFORE is a row; None: BEFORE is a
             slot of the pool.
         drawn: int32 [1], 0: for attention/work_queue.py.

@@ -16,33 +16,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention import work_queue
 from jaxattn.kernels.attention.work_queue import WorkQueue
-from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
-from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import GatedNormEpilogue
-from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
-    AFTER,
-    BEFORE,
-    CHANNEL_STAGES,
-    FIRST_CHUNK,
-    STAGES,
-    START,
-    STEPS,
-    TOKENS,
+from jaxattn.kernels.gdn.chunk.pipeline import CHANNEL_STAGES, STAGES, drain, next_slot, stream
+from jaxattn.kernels.gdn.chunk.state_update import (
     ChunkStateUpdate,
-    drain,
     first_half,
-    first_run,
     first_state,
-    next_slot,
     store_state,
-    stream,
     times,
-    zero_tile,
 )
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
-    WgmmaAccumulator,
-    with_accumulators,
-)
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     CHUNK,
     OUT,
     READ,
@@ -55,7 +37,23 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     copy_vectors,
     token_tiles,
     triangles,
+    zero_tile,
 )
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
+)
+from jaxattn.kernels.gdn.prefill.chunk_plan import (
+    AFTER,
+    BEFORE,
+    FIRST_CHUNK,
+    START,
+    STEPS,
+    TOKENS,
+    first_run,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk import norm_epilogue
+from jaxattn.kernels.gdn.prefill.inter_chunk.norm_epilogue import GatedNormEpilogue
 from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.store.unoptimized_store import store
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, DIM
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, mgpu, utils, vector
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

@@ -23,30 +23,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.inter_chunk.launch import halves_in_a_block
-from jaxattn.kernels.gdn.prefill.inter_chunk.state_update import (
-    FIRST_CHUNK,
-    LAST,
-    STAGES,
-    START,
-    STEPS,
-    TOKENS,
+from jaxattn.kernels.gdn.chunk.pipeline import STAGES, drain, next_slot, stream
+from jaxattn.kernels.gdn.chunk.state_update import (
     ChunkStateUpdate,
-    drain,
     first_half,
-    first_run,
     first_state,
     load_state,
-    next_slot,
     store_state,
-    stream,
-    zero_tile,
 )
-from jaxattn.kernels.gdn.prefill.inter_chunk.wgmma_accumulator import (
-    WgmmaAccumulator,
-    with_accumulators,
-)
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     CHUNK,
     DIM,
     READ,
@@ -61,7 +46,21 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     iota,
     token_tiles,
     triangles,
+    zero_tile,
 )
+from jaxattn.kernels.gdn.chunk.wgmma_accumulator import (
+    WgmmaAccumulator,
+    with_accumulators,
+)
+from jaxattn.kernels.gdn.prefill.chunk_plan import (
+    FIRST_CHUNK,
+    LAST,
+    START,
+    STEPS,
+    TOKENS,
+    first_run,
+)
+from jaxattn.kernels.gdn.prefill.inter_chunk.launch import halves_in_a_block
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 from jaxattn.kernels.hopper.store.unoptimized_store import store

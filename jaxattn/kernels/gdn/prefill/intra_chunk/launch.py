@@ -19,6 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxattn.kernels.gdn.chunk.tiles import (
+    BACKWARD_VECTORS,
+    CHUNK,
+    TRIANGLE,
+    VECTORS,
+    compiler_params,
+)
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import COPIED_HEADS, copyable
 from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
     WARPGROUPS,
@@ -26,13 +33,6 @@ from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import (
     GdnIntraChunkCta,
     GdnIntraChunkRefs,
     scratch_types,
-)
-from jaxattn.kernels.gdn.prefill.tiles import (
-    BACKWARD_VECTORS,
-    CHUNK,
-    TRIANGLE,
-    VECTORS,
-    compiler_params,
 )
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS

@@ -15,15 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import (
-    BETAS,
-    COPIED_HEADS,
-    DECAYS,
-    copy_gates,
-    sum_gates,
-)
-from jaxattn.kernels.gdn.prefill.intra_chunk.triangular_inverse import unit_lower_inverse
-from jaxattn.kernels.gdn.prefill.tiles import (
+from jaxattn.kernels.gdn.chunk.tiles import (
     BETA,
     BY_COLUMN,
     BY_ROW,
@@ -44,6 +36,14 @@ from jaxattn.kernels.gdn.prefill.tiles import (
     token_tiles,
     triangles,
 )
+from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import (
+    BETAS,
+    COPIED_HEADS,
+    DECAYS,
+    copy_gates,
+    sum_gates,
+)
+from jaxattn.kernels.gdn.prefill.intra_chunk.triangular_inverse import unit_lower_inverse
 from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm, utils
 from jaxattn.kernels.hopper.ptx import (

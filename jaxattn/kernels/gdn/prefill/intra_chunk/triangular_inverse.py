@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TILE, iota
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, TILE, iota
 from jaxattn.kernels.hopper.ptx import (
     asm,
     asm_word,

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, DIM, TRIANGLE, compiler_params
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.mainloop import (
     SCALING,
     WARPGROUPS,
@@ -28,7 +29,6 @@ from jaxattn.kernels.gdn.prefill.kda_intra_chunk.mainloop import (
     KdaIntraChunkRefs,
     scratch_types,
 )
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, DIM, TRIANGLE, compiler_params
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import NUM_SMS
 

@@ -11,6 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn.chunk.tiles import (
+    BY_COLUMN,
+    BY_ROW,
+    CHUNK,
+    TILE,
+    copy_rows,
+    iota,
+    token_tiles,
+    triangles,
+)
 from jaxattn.kernels.gdn.prefill.intra_chunk.gate_cumsum import LOG2E
 from jaxattn.kernels.gdn.prefill.intra_chunk.mainloop import own_products
 from jaxattn.kernels.gdn.prefill.intra_chunk.triangular_inverse import unit_lower_inverse
@@ -29,16 +39,6 @@ from jaxattn.kernels.gdn.prefill.kda_intra_chunk.scores import (
     between_warps,
     own_columns,
     within_warps,
-)
-from jaxattn.kernels.gdn.prefill.tiles import (
-    BY_COLUMN,
-    BY_ROW,
-    CHUNK,
-    TILE,
-    copy_rows,
-    iota,
-    token_tiles,
-    triangles,
 )
 from jaxattn.kernels.hopper.instructions import fence_proxy_async, swizzled
 

@@ -15,13 +15,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxattn.kernels.gdn.chunk.tiles import CHUNK, TILE, iota
 from jaxattn.kernels.gdn.prefill.kda_intra_chunk.decay_scaling import (
     HALF_WARP,
     PLAIN,
     WARP_TOKENS,
     place_of,
 )
-from jaxattn.kernels.gdn.prefill.tiles import CHUNK, TILE, iota
 from jaxattn.kernels.hopper.mlir import arith, ir, llvm
 from jaxattn.kernels.hopper.ptx import (
     WarpgroupThread,

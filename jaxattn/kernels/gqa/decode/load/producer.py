@@ -16,10 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.kernels.attention.work_partition import SchedulePosition
+from jaxattn.kernels.attention.work_iterator import SchedulePosition
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryLoaderProtocol
 from jaxattn.kernels.gqa.decode.smem import QUERIES
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator
 from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 
 
@@ -83,7 +83,7 @@ class GqaDecodeProducer:
         consumers: The number of consumer warpgroups.
     """
 
-    part: HeadWorkPartition
+    part: HeadWorkIterator
     queries: QueryLoaderProtocol
     memory: Any
     rings: tuple[LoadPipeline, ...]

@@ -18,7 +18,7 @@ from jaxattn.kernels.attention.packed_row_layouts import SCORES
 from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
-from jaxattn.kernels.gqa.decode.split_kv.work_partition import HeadWorkPartition
+from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator
 from jaxattn.kernels.hopper.instructions import issue_loads
 
 AT_A_TIME = 2048  # numbers that are gathered at a time, 16 per thread
@@ -48,7 +48,7 @@ class QueryGather:
 
     q_ref: Any
     rows: PackedRows
-    part: HeadWorkPartition
+    part: HeadWorkIterator
     memory: Any
     scale: float
     kv_scale_ref: Any

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.arguments import GqaDecodeCall
 from jaxattn.kernels.gqa.decode.split_kv.combine import combine
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import may_cut
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import may_cut
 from jaxattn.kernels.gqa.decode.split_kv.workspace import spec_of
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxattn.arena import ArenaSpec
 from jaxattn.core.validation.array_checks import check_sizes, check_window
 from jaxattn.kernels.gqa.decode.smem import block_columns, refusal
-from jaxattn.kernels.gqa.decode.split_kv.tile_scheduler import (
+from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import (
     check_groups,
     may_cut,
     most_steps,

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.kernels.attention.softmax_constants import LOG2E
-from jaxattn.kernels.attention.work_partition import WorkPartition
+from jaxattn.kernels.attention.work_iterator import WorkIterator
+from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import SwapAbExchange, SwapAbOutputTile
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK, ROPE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class SwapAbCta:
     def __init__(self, cut: SwapAbConfig, refs: SwapAbRefs):
         self.cut, self.refs = cut, refs
         self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = WorkPartition.of(refs, self.index)
+        self.part = WorkIterator.of(refs, self.index)
         self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
         self.factor = self.kv_scale * (cut.scale * LOG2E)
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)

@@ -20,12 +20,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN, BY_ROW
 from jaxattn.kernels.attention.softmax_constants import LOG2E
-from jaxattn.kernels.attention.work_partition import WorkPartition, nothing_or_nan
+from jaxattn.kernels.attention.work_iterator import WorkIterator, nothing_or_nan
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.mla.decode.fp8_operands import store_output
+from jaxattn.kernels.mla.decode.latent_tile import RANK
 from jaxattn.kernels.mla.decode.swap_ab.smem import OUTPUTS, WARPGROUPS, over_out
-from jaxattn.kernels.mla.decode.warp_specialized.smem import RANK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SwapAbOutputTile:
         partial, partial_lse: The partial results, or None if there are none.
     """
 
-    part: WorkPartition
+    part: WorkIterator
     first_rows: Sequence[int]
     rows: int
     columns: Any

@@ -23,6 +23,7 @@ from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
+from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     Accumulators,
@@ -33,7 +34,6 @@ from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     product,
 )
 from jaxattn.kernels.mla.decode.swap_ab.smem import DEPTH, TILES, WARPGROUPS
-from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 
 # Blocks whose values are widened while the scores are exchanged, 32 registers each.
 AHEAD = 3

@@ -12,9 +12,9 @@ from jax import lax
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.mla.decode.fp8_operands import FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
+from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE, SCALE_BYTES
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import SwapAbFp8Mainloop
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import Accumulators, SwapAbMainloop, over_keys
-from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE, SCALE_BYTES
 
 
 def half_queries(q: jax.Array, scaled: bool) -> tuple[jax.Array, jax.Array, jax.Array]:

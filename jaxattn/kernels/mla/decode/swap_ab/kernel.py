@@ -25,8 +25,9 @@ from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import EMPTY
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, visible_keys
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, visible_keys
 from jaxattn.kernels.hopper.instructions import issue_loads
+from jaxattn.kernels.mla.decode.latent_tile import BLOCKS
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.epilogue import merge
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import LEAST_UNIT, SwapAbFp8Mainloop
@@ -36,7 +37,6 @@ from jaxattn.kernels.mla.decode.swap_ab.interpreter import (
 )
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import SwapAbMainloop, SwapAbWorkTile, iota
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS
-from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS
 
 
 class SwapAbKernel(SwapAbCta):

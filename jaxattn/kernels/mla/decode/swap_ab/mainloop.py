@@ -20,9 +20,9 @@ from jaxattn.kernels.attention.softmax_constants import MASKED
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.instructions import warpgroup_barrier
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
+from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, over_out
-from jaxattn.kernels.mla.decode.warp_specialized.smem import BLOCKS, RANK, ROPE
 
 type Accumulators = tuple[jax.Array, ...]
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import visible_keys
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, MlaDecodeCta
+from jaxattn.kernels.attention.work_iterator import visible_keys
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeCta
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT
 
 
 def tile_iota(dimension: int) -> jax.Array:

@@ -30,7 +30,7 @@ from jaxattn.kernels.hopper.ptx import (
     times,
     word,
 )
-from jaxattn.kernels.mla.decode.warp_specialized.smem import QUARTER, ROPE, SCALE_BYTES, SWIZZLED
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, ROPE, SCALE_BYTES, SWIZZLED
 
 CHUNK = 16  # bytes
 LINE = 128  # bytes of a token in a tile, stored or widened

@@ -24,16 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.hopper.instructions import warpgroup_barrier
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, RANK, SCALE_BYTES
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeCta
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_dequantization import dequantize_tile
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    PAGES,
-    QUARTER,
-    RANK,
-    RAW,
-    SCALE_BYTES,
-    MlaDecodeCta,
-)
+from jaxattn.kernels.mla.decode.warp_specialized.smem import PAGES, RAW
 
 AHEAD = 2  # widened pages
 

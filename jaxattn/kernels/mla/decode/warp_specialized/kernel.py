@@ -28,11 +28,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.mla.decode.warp_specialized.causal_mask import CausalMask
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeCta
 from jaxattn.kernels.mla.decode.warp_specialized.fp8_page_loader import Fp8PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.page_loader import PageLoader
 from jaxattn.kernels.mla.decode.warp_specialized.pv_warpgroup import PvWarpgroup
 from jaxattn.kernels.mla.decode.warp_specialized.qk_softmax_warpgroup import QkSoftmaxWarpgroup
-from jaxattn.kernels.mla.decode.warp_specialized.smem import MlaDecodeCta
 
 REGISTERS = 168  # registers per thread: three warpgroups share 65,536
 

@@ -14,16 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.attention.work_partition import SchedulePosition
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    HALF,
-    LAYOUT,
-    PAGES,
-    QUARTER,
-    RANK,
-    ROPE,
-    MlaDecodeCta,
-)
+from jaxattn.kernels.attention.work_iterator import SchedulePosition
+from jaxattn.kernels.mla.decode.latent_tile import HALF, QUARTER, RANK, ROPE
+from jaxattn.kernels.mla.decode.warp_specialized.cta_context import MlaDecodeCta
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES
 
 
 class PageLoader:

@@ -16,11 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.instructions import wgmma
 from jaxattn.kernels.hopper.reduce.online_softmax import rescaled, zero_empty_rows
 from jaxattn.kernels.hopper.store.row_store import store, store_first_rows
-from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES, QUARTER
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES
 
 
 class PvWorkTile(NamedTuple):

@@ -15,17 +15,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.gate_and_sink import with_sink
 from jaxattn.kernels.attention.softmax_constants import EMPTY, LOG2E, MASKED
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE
-from jaxattn.kernels.attention.work_partition import SchedulePosition, nothing_or_nan
+from jaxattn.kernels.attention.work_iterator import SchedulePosition, nothing_or_nan
 from jaxattn.kernels.hopper.instructions import fence_proxy_async
 from jaxattn.kernels.hopper.reduce.online_softmax import PARTIAL, partial_sums, reference
 from jaxattn.kernels.hopper.store.row_store import store
-from jaxattn.kernels.mla.decode.warp_specialized.smem import (
-    LAYOUT,
-    PAGES,
-    QUARTER,
-    RANK,
-    ROPE,
-)
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, RANK, ROPE
+from jaxattn.kernels.mla.decode.warp_specialized.smem import LAYOUT, PAGES
 
 BY_ROW = LAYOUT.reduce(1)
 

@@ -1,35 +1,25 @@
-"""Shared memory of `mla_decode`, and the refs of its CTA.
+"""Shared memory of `mla_decode`, and the places of pages in it.
 
 kernel.py describes when a page is where.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxattn.core.cache.formats import BLOCK, LatentFormat
+from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, TILE, copies_of
-from jaxattn.kernels.attention.work_partition import WorkPartition
 from jaxattn.kernels.hopper.instructions import swizzled
+from jaxattn.kernels.mla.decode.latent_tile import QUARTER, ROPE, SCALE_BYTES, SWIZZLED
 
-RANK, ROPE = 512, 64
-HALF, QUARTER = RANK // 2, RANK // 4
 LAYOUT = plgpu.Layout.WGMMA
 PAGES = 3  # pages for which there are rope columns, P and rescalings
 # Tiles of 128 bytes of each token in which an FP8 page is copied: one per quarter, and the last
 # 128.
 RAW = 5
-BLOCKS = RANK // BLOCK  # blocks of 128 dims, each with a scale in a block-scaled cache
-SCALE_BYTES = 4 * BLOCKS
-# A tile's rows are as wide as the swizzle. (A tiling would need the cache's rows to be a multiple
-# of it.)
-SWIZZLED = (plgpu.SwizzleTransform(QUARTER),)  # type: ignore[abstract]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,129 +103,3 @@ def shared_types(
         sums_read=plgpu.Barrier(num_arrivals=2),
         **stored,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MlaDecodeConfig:
-    """The static properties of a launch, known when it is traced.
-
-    Attributes:
-        tiles: Tiles of 64 packed rows per request.
-        parts: Parts of the schedule.
-        latents: The cache's format.
-        rope: Whether there are rope columns: D is 576, or 512 without them.
-        first_rows: `MlaDecodeOutputs.first_rows`.
-        output_by_tma: Whether a whole row's output leaves through its last page's slot, or by
-            stores of four bytes from registers.
-        gathered: Whether a row attends to the keys of a list (kernels/mla/sparse) instead of all
-            keys.
-    """
-
-    q_len: int
-    num_heads: int
-    tiles: int
-    parts: int
-    scale: float
-    dtype: Any
-    latents: LatentFormat
-    rope: bool
-    first_rows: Sequence[int]
-    output_by_tma: bool
-    interpret: bool
-    gathered: bool = False
-
-    @property
-    def places(self) -> PageSlots:
-        return PageSlots.of(self.latents)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MlaDecodeRefs:
-    """The refs of a CTA: operands and results, then its shared memory and barriers."""
-
-    q_ref: Any  # [B, rows, D], or for the absorbed product [H, B, S, R] with whole tiles of heads
-    q_rope_ref: Any  # [B, S, H, P], the rotated columns of the latter; else None
-    kv_ref: Any
-    layer_ref: Any
-    table_ref: Any
-    lens_ref: Any
-    cuts_ref: Any
-    order_ref: Any  # None: a schedule without an order
-    made_of_ref: Any  # None: the schedule is the call's own
-    kv_scale_ref: Any  # for a cache with one scale, else None
-    query_lens_ref: Any  # None: every row has all S tokens
-    out_ref: Any
-    partial_ref: Any  # None: no row is split
-    lse_ref: Any
-    partial_lse_ref: Any
-    q_others_smem: Any  # the interpreter's; the GPU holds these quarters in registers
-    q_smem: Any  # Q's first quarter
-    q_rope_smem: Any  # its rope columns
-    q_loaded: Any
-    shared: MlaDecodeSmem
-    # Only for chosen keys: positions [rows, K]; how many keys each row may see; or, instead of
-    # that, the lengths of the batch's rows, and their query tokens if they have fewer. And the
-    # layer's sinks [rows of the tiles], or None.
-    indices_ref: Any = None
-    visible_ref: Any = None
-    row_lens_ref: Any = None
-    row_queries_ref: Any = None
-    sinks_ref: Any = None
-
-
-def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
-    dtype, tiled = cut.dtype, swizzled(cut.dtype)
-    # The interpreter has no register operands: all of Q is in shared memory there.
-    others = plgpu.SMEM((3, TILE, QUARTER), dtype, transforms=tiled) if cut.interpret else None
-    # TMA needs its destination in one piece: the columns of Q and of pages are separate arrays.
-    return {
-        "q_others_smem": others,
-        "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
-        "q_rope_smem": plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),
-        "q_loaded": plgpu.Barrier(num_arrivals=(3 if cut.interpret else 0) + 1 + cut.rope),
-        "shared": shared_types(dtype, cut.latents, page_size, gathered=cut.gathered),
-    }
-
-
-class MlaDecodeCta:
-    """A CTA that computes a tile of 64 packed rows of each row in its part."""
-
-    def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs):
-        self.cut, self.refs = cut, refs
-        self.wg, self.tile, self.index = (lax.axis_index(name) for name in ("wg", "tile", "part"))
-        self.part = self.partition()
-        self.packed = pl.ds(self.tile * TILE, TILE)
-        self.kv_scale: Any = 1.0 if refs.kv_scale_ref is None else refs.kv_scale_ref[0]
-
-    def partition(self) -> WorkPartition:
-        return WorkPartition.of(self.refs, self.index)
-
-    def each_empty_row(self, write: Callable[[jax.Array, jax.Array | None], None]) -> None:
-        """Calls write(row, known) for this CTA's share of the rows without tokens, and of the rows
-        for which the schedule has another length: `known` is False for the latter."""
-
-        @pl.loop(self.index, self.refs.lens_ref.shape[0], step=self.cut.parts)
-        def _each(row):
-            pl.when(self.part.pages_of(row) <= 0)(lambda: write(row, self.part.known(row)))
-
-    def queries(self, row: jax.Array, first: int, width: int) -> Any:
-        """Some columns of the tile's queries."""
-        refs, tiles_of_heads = self.refs, self.cut.num_heads // TILE
-        if refs.q_rope_ref is None:
-            return refs.q_ref.at[row, self.packed, pl.ds(first, width)]
-        token = lax.div(self.tile, tiles_of_heads)
-        heads = pl.ds(lax.rem(self.tile, tiles_of_heads) * TILE, TILE)
-        if first == RANK:
-            return refs.q_rope_ref.at[row, token, heads]
-        return refs.q_ref.at[heads, row, token, pl.ds(first, width)]
-
-    def rows_of(self, row: jax.Array) -> Any:
-        """A row's rows of the output."""
-        return self._tile_of(self.cut.first_rows[0], row)
-
-    def partial_rows_of(self, row: jax.Array) -> Any:
-        """The rows of its piece's partial result."""
-        return self._tile_of(self.cut.first_rows[1], self.part.partial_slot(row))
-
-    def _tile_of(self, first: int, index: jax.Array) -> Any:
-        return pl.ds(first + (index * self.cut.tiles + self.tile) * TILE, TILE)

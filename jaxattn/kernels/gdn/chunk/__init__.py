@@ -1,0 +1,1 @@
+"""The parts of a chunk that prefill and its backward pass share: tiles, ring and state update."""

@@ -1,0 +1,141 @@
+"""The checked plan of a public model, with advice if it does not fit."""
+
+import dataclasses
+from typing import Any
+
+from jaxattn.limits import Limits, UnsetInt, larger_shares
+from jaxattn.memory.device_memory import DeviceMemory
+from jaxattn.memory.plan import MemoryPlan
+from jaxattn.models.catalog.decoder_sizes import DecoderSizes
+from jaxattn.models.catalog.model_sizes import ModelSizes
+from jaxattn.plan.device_plan import single
+from jaxattn.plan.estimated_plan import plan_group
+from jaxattn.plan.group_device_plan import group_limits
+from jaxattn.plan.layout_search import MOST_GPUS, fewest_gpus
+from jaxattn.plan.placement import ModelPlacement, check_placement, page_bytes
+
+
+def plan_model(
+    model: ModelSizes,
+    memory: DeviceMemory,
+    limits: Limits,
+    place: ModelPlacement,
+    *,
+    advised: bool = True,
+) -> MemoryPlan:
+    """Returns the plan of a known model, if it fits and its cache holds one row at full length.
+
+    Args:
+        advised: Whether an error has advice on how to make the plan fit.
+
+    Raises:
+        PlanError: The plan does not fit; the error has the plan and advice.
+        ValueError: The model cannot be divided in this way, or `max_model_len` exceeds its length.
+    """
+    if "max_model_len" in limits.unset:  # a small value until it is chosen
+        small = min(limits.max_model_len, model.max_position_embeddings)
+        limits = dataclasses.replace(limits, max_model_len=UnsetInt(small))
+    check_placement(model, limits, place)
+    limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
+
+    def helps(*_: Any) -> tuple[str, ...]:
+        return advice(model, memory, group_limits(model, limits), place) if advised else ()
+
+    if isinstance(model, DecoderSizes) and place.gpus == 1:
+        return single(model, memory, place).checked(limits, helps)
+    made = plan_group(model, memory, limits, place)
+    made.check(helps)
+    pages = made["kv cache"] // page_bytes(model, place)
+    if pages < limits.pages_per_row and limits.num_pages is None:
+        made.refuse(
+            f"the item that does not fit is the kv cache: {pages:,} pages are left, but one row "
+            f"of {limits.max_model_len:,} tokens needs {limits.pages_per_row:,}",
+            helps(),
+        )
+    return made
+
+
+def advice(
+    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
+) -> tuple[str, ...]:
+    """Returns changes that make the plan fit, with at least the pages of one row at full length.
+
+    Each is a single change. If no single change is enough, the result is the fewest GPUs, combined
+    with the limits that must be smaller.
+    """
+
+    def holds_a_row(changed: Limits, on: ModelPlacement) -> bool:
+        """Checks by weights and state only, because tracing takes seconds and comes later."""
+        if not isinstance(model, DecoderSizes) or on.gpus > 1 or changed.num_pages is not None:
+            return True
+        check_placement(model, changed, on)
+        whole = dataclasses.replace(changed, utilization=changed.utilization or 0.9)
+        pages = single(model, memory, on).filled(whole)
+        return pages is not None and pages >= changed.pages_per_row
+
+    def fits(changed: Limits, on: ModelPlacement) -> bool:
+        try:
+            if not holds_a_row(changed, on):
+                return False
+            made = plan_model(model, memory, changed, on, advised=False)
+        except ValueError:
+            return False
+        return made["kv cache"] >= changed.pages_per_row * page_bytes(model, on)
+
+    def gpus_for(changed: Limits) -> int | None:
+        if isinstance(model, DecoderSizes) and place.gpus == 1:  # an engine can serve a layout
+            layout = fewest_gpus(model.model, memory, changed, 2)
+            return layout.gpus if layout else None
+        # Count up by one, so that the result does not depend on the current number of GPUs.
+        sizes = range(place.gpus + 1, MOST_GPUS + 1)
+        return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
+
+    def smaller(name: str, on: ModelPlacement, like: Limits) -> int | None:
+        value = getattr(like, name) // 2
+        while value and not fits(_with(like, **{name: value}), on):
+            value //= 2
+        return value or None
+
+    found = []
+    for larger in larger_shares(limits.utilization):
+        if fits(dataclasses.replace(limits, utilization=larger), place):
+            found.append(f"--utilization {larger:g}")
+            break
+    if gpus := gpus_for(limits):
+        found.append(f"{gpus} GPUs (--gpus {gpus})")
+    for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
+        if getattr(limits, name) and (value := smaller(name, place, limits)):
+            found.append(f"--{name.replace('_', '-')} {value}")
+    if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
+        found.append("--q-len 1")
+    # The package serves uint8. For a model that it only counts, use the smallest format.
+    narrow = "uint8" if isinstance(model, DecoderSizes) else "float8"
+    if place.cache_dtype not in ("float8", "uint8") and fits(
+        limits, dataclasses.replace(place, cache_dtype=narrow)
+    ):
+        found.append(f"a {narrow} cache (--cache-dtype {narrow})")
+    if place.attention == "data" and place.gpus > 1:
+        if fits(limits, dataclasses.replace(place, attention="tensor")):
+            found.append("attention divided by heads (--attention tensor)")
+    if found:
+        return tuple(found)
+    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,))
+    one_row = _with(plain, batch=1)
+    gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
+    if gpus is None:
+        return (f"a larger device (--device): {MOST_GPUS} of these are not enough",)
+    on = dataclasses.replace(place, gpus=gpus)
+    changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
+    if not fits(plain, on):
+        changes.append(f"--batch {smaller('batch', on, plain)}")
+    if max(limits.q_lens) > 1:
+        changes.append("--q-len 1")
+    if limits.num_pages:
+        changes.append("no --num-pages")
+    return (" with ".join(changes),)
+
+
+def _with(limits: Limits, **smaller: int) -> Limits:
+    """Returns the limits with smaller values, and without buckets, which could be too large."""
+    changes: dict[str, Any] = {**smaller, "decode_buckets": (), "prefill_buckets": ()}
+    return dataclasses.replace(limits, **changes)
