@@ -54,8 +54,8 @@ class TurboQuantAttention(GroupedQueryAttention):
         """
         if parallel.context > 1:
             raise ValueError(
-                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages; "
-                "use context=1"
+                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages "
+                "over GPUs, which is not supported; use context=1"
             )
         y, kv_cache, _ = self._paged(
             "TurboQuantAttention.prefill", x, kv_cache, block_tables, seq_lens, query_lens,
@@ -85,7 +85,9 @@ class TurboQuantAttention(GroupedQueryAttention):
             ValueError: among others, `spread` is given.
         """
         if spread is not None:
-            raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")
+            raise ValueError(
+                "TurboQuantAttention.decode: a row's pages must be on one GPU; use spread=None"
+            )
         return self._paged(
             "TurboQuantAttention.decode", x, kv_cache, block_tables, seq_lens, query_lens,
             layer=layer, schedule=schedule, rotation=rotation, weights=weights, arena=arena,

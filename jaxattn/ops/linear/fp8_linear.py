@@ -110,7 +110,9 @@ def _linears(
 def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
     arguments = OpArguments(OP)
     if len(weights) != len(scales):
-        raise ValueError(f"{OP}: {len(weights)} weights have {len(scales)} scales; give one each")
+        raise ValueError(
+            f"{OP}: {len(weights)} weights have {len(scales)} scales; give one for each weight"
+        )
     for place, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arguments.check(f"weights[{place}]", weight, f"L N{place} K", ("float8_e4m3fn",))
         if weight.shape[-1] % 16:
@@ -122,7 +124,7 @@ def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
         wanted = weight.shape[0], *block_counts(*weight.shape[1:])
         if scale.shape != wanted:
             raise ValueError(
-                f"{OP}: scales[{place}] must be float32 {list(wanted)} of weights "
+                f"{OP}: scales[{place}] must be float32 {list(wanted)} for weights "
                 f"{list(weight.shape)}, got {list(scale.shape)}"
             )
 
