@@ -36,7 +36,7 @@ ALIGNMENT = 1024
 ShapeAndDtype = tuple[Sequence[int], DTypeLike]
 
 _MAX_START = 2**31 - 1
-_NO_GROWTH = "It never grows: allocate it from a spec that includes this one (a | b)."
+_NO_GROWTH = "An arena does not grow: allocate it from a spec that includes this one (a | b)."
 
 
 class ArenaError(ValueError):
@@ -117,7 +117,9 @@ class ArenaSpec:
             sizes[region.dtype] = region.end
         kept = {name: _region(op, name, value) for name, value in (persistent or {}).items()}
         if both := sorted(kept.keys() & regions.keys()):
-            raise ArenaError(f"{op}: {both} are both regions and persistent; rename one of each")
+            raise ArenaError(
+                f"{op}: {both} name both regions and persistent buffers; rename one of each"
+            )
         return cls(op, _items(sizes), tuple(placed), _items(kept))
 
     @property
@@ -153,7 +155,7 @@ class ArenaSpec:
             if persistent.setdefault(name, region) != region:
                 raise ArenaError(
                     f"persistent {name!r} is {persistent[name]} in one spec and {region} in "
-                    "another; give one of them another name"
+                    "another; rename one of them"
                 )
         return ArenaSpec(lanes=_items(lanes), persistent=_items(persistent))
 
@@ -206,7 +208,7 @@ class Arena:
         if arena.nbytes != spec.nbytes:
             got = ", ".join(f"{dtype} as {lane.dtype.name}" for dtype, lane in lanes.items())
             raise ArenaError(
-                f"the spec says {spec.nbytes:,} bytes, jax allocated {arena.nbytes:,}: {got}"
+                f"the spec needs {spec.nbytes:,} bytes, but JAX allocated {arena.nbytes:,}: {got}"
             )
         return arena
 
@@ -226,16 +228,16 @@ class Arena:
                         past = f"region {name!r} {region} does not fit: "
                 width = jnp.dtype(dtype).itemsize
                 raise ArenaError(
-                    f"{spec.op}: {past}{asked * width:,} bytes of {dtype} scratch asked for, the "
-                    f"arena has {held * width:,}. {_NO_GROWTH}"
+                    f"{spec.op}: {past}the spec needs {asked * width:,} bytes of {dtype} scratch, "
+                    f"but the arena has {held * width:,}. {_NO_GROWTH}"
                 )
         for name, region in spec.persistent:
             buffer = self.persistent.get(name)
             if buffer is None or (buffer.shape, buffer.dtype.name) != (region.shape, region.dtype):
                 has = "none" if buffer is None else f"{_describe(buffer)} ({buffer.nbytes:,} bytes)"
                 raise ArenaError(
-                    f"{spec.op}: persistent {name!r} {region} ({region.nbytes:,} bytes) asked for, "
-                    f"the arena has {has}. {_NO_GROWTH}"
+                    f"{spec.op}: the spec needs persistent {name!r} {region} ({region.nbytes:,} "
+                    f"bytes), but the arena has {has}. {_NO_GROWTH}"
                 )
 
     def read(self, spec: ArenaSpec, name: str) -> Array:
@@ -263,8 +265,8 @@ class Arena:
         region, first = self._find(spec, name)
         if (value.shape, value.dtype.name) != (region.shape, region.dtype):
             raise ArenaError(
-                f"{spec.op}: region {name!r} is {region}, the value is {_describe(value)}; "
-                "nothing is cast or broadcast"
+                f"{spec.op}: region {name!r} is {region}, but the value is {_describe(value)}; "
+                "values are neither cast nor broadcast"
             )
         if name in dict(spec.persistent):
             return dataclasses.replace(self, persistent=self.persistent | {name: value})
@@ -299,8 +301,9 @@ class Arena:
         lane = self.lanes[region.dtype]
         if width < 1 or lane.size % width or first % width:
             raise ArenaError(
-                f"{spec.op}: {width=} does not divide the {region.dtype} lane of {lane.size:,} "
-                f"elements and the {first:,} before {name!r}; powers of two up to {ALIGNMENT} do"
+                f"{spec.op}: {width=} must divide the {lane.size:,} elements of the "
+                f"{region.dtype} lane and the {first:,} before {name!r}; powers of two up to "
+                f"{ALIGNMENT} do"
             )
         return lane.reshape(-1, width), first // width
 
@@ -317,7 +320,7 @@ class Arena:
         if (buffer.dtype, buffer.size) != (lane.dtype, lane.size):
             raise ArenaError(
                 f"{spec.op}: region {name!r} lies in a {region.dtype} lane of {lane.size:,} "
-                f"elements, the buffer is {_describe(buffer)}; give back the whole lane"
+                f"elements, but the buffer is {_describe(buffer)}; pass the whole lane"
             )
         return self._with(region.dtype, buffer.reshape(-1))
 
@@ -375,7 +378,9 @@ class Arena:
         region = spec.region(name)
         self.check(spec)
         if in_lane and name in dict(spec.persistent):
-            raise ArenaError(f"{spec.op}: {name!r} is persistent, in no lane; use read and write")
+            raise ArenaError(
+                f"{spec.op}: {name!r} is persistent and not in a lane; use read and write"
+            )
         return region, self._start(region.dtype) + region.offset
 
     def _with(self, dtype: str, buffer: Array) -> Self:
@@ -389,7 +394,9 @@ def _region(op: str, name: str, shape_and_dtype: ShapeAndDtype) -> Region:
     try:
         dims = tuple(operator.index(dim) for dim in shape)
     except TypeError as error:  # a traced dimension: a spec is a function of static shapes
-        raise ArenaError(f"{op}: region {name!r}: shape {shape} is not of static ints") from error
+        raise ArenaError(
+            f"{op}: region {name!r}: shape {shape} must have static integers"
+        ) from error
     if any(dim < 0 for dim in dims):
         raise ArenaError(f"{op}: region {name!r}: shape {dims} has a negative dimension")
     kind = jnp.dtype(dtype)

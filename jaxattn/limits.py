@@ -146,7 +146,8 @@ class Limits:
         for name in ("decode_buckets", "prefill_buckets", "q_lens"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(
-                    f"{name} must be several integers, as in (1, 4); got {getattr(self, name)!r}"
+                    f"{name} must be a tuple of integers such as (1, 4); got "
+                    f"{getattr(self, name)!r}"
                 )
         if self.cache_format not in CACHE_FORMATS:
             raise ValueError(
@@ -164,8 +165,8 @@ class Limits:
             )
         if self.speculate_by == "mtp" and not self.speculate:
             raise ValueError(
-                f"speculate_by={self.speculate_by!r} guesses speculate={self.speculate} tokens; "
-                f"give speculate too, from 1 to {MOST_DRAFTS}"
+                f"speculate_by={self.speculate_by!r} needs speculate from 1 to {MOST_DRAFTS}; got "
+                f"speculate={self.speculate}"
             )
         if self.steps_per_round is not None:
             check_sizes("Limits", steps_per_round=self.steps_per_round)
@@ -175,8 +176,8 @@ class Limits:
                 )
             if self.speculate and self.steps_per_round > 1:
                 raise ValueError(
-                    f"steps_per_round={self.steps_per_round} runs without drafts, and "
-                    f"speculate={self.speculate}; set one of them to its default"
+                    f"steps_per_round={self.steps_per_round} runs without drafts, but "
+                    f"speculate={self.speculate}; leave one of them out"
                 )
         zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
         zero |= {"speculate_by", "reproducible", "mixed_tokens", "reserved_bytes"}
@@ -194,12 +195,12 @@ class Limits:
                 if number > MOST:
                     raise ValueError(f"{name} must be at most {MOST:,}, an int32; got {number:,}")
         if 1 not in self.q_lens:
-            raise ValueError(f"q_lens must have 1, the step of serving; got {self.q_lens}")
+            raise ValueError(f"q_lens must contain 1, which serving needs; got {self.q_lens}")
         for rows in (self.batch, *self.decode_buckets):
             if rows % self.groups:
                 raise ValueError(
                     f"batch={self.batch} and decode_buckets={self.decode_buckets} must be "
-                    f"multiples of the {self.groups} data groups that share them; {rows} is none"
+                    f"multiples of the {self.groups} data groups; {rows} is not"
                 )
         for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
             if isinstance(getattr(self, whole), UnsetInt):
@@ -224,23 +225,23 @@ class Limits:
             return
         if self.mixed_tokens:
             raise ValueError(
-                f"mixed_tokens={self.mixed_tokens} reads prompts beside rows that decode, and "
-                "reproducible=True does not; leave one of them out"
+                f"mixed_tokens={self.mixed_tokens} processes prompts in steps that also decode "
+                "other rows, which reproducible=True does not allow; leave one of them out"
             )
         if self.speculate:
             raise ValueError(
-                f"speculate={self.speculate} decodes as many tokens as a batch may guess, and "
-                "reproducible=True one; leave one of them out"
+                f"speculate={self.speculate} decodes several tokens per step, but "
+                "reproducible=True decodes one; leave one of them out"
             )
         if self.round_steps > 1:
             raise ValueError(
-                f"steps_per_round={self.steps_per_round} has executables of its own for several "
-                "steps, and reproducible=True decodes by one; leave one of them out"
+                f"steps_per_round={self.steps_per_round} runs several decode steps per round, but "
+                "reproducible=True runs one; leave one of them out"
             )
         for name in ("decode_buckets", "prefill_buckets"):
             if value := getattr(self, name):
                 raise ValueError(
-                    f"{name}={value} are several shapes, and reproducible=True has one; leave one "
+                    f"{name}={value} adds shapes, but reproducible=True uses only one; leave one "
                     "of them out"
                 )
 

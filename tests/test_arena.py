@@ -123,7 +123,7 @@ def test_bad_regions_are_refused_by_name():
             ArenaSpec.of("op", x=((4,), narrow))
     with pytest.raises(ArenaError, match="both regions and persistent"):
         ArenaSpec.of("op", x=((4,), jnp.int32), persistent={"x": ((4,), jnp.int32)})
-    with pytest.raises(ArenaError, match="op: region 'x': .*not of static ints"):
+    with pytest.raises(ArenaError, match="op: region 'x': .*must have static integers"):
         jax.eval_shape(lambda n: ArenaSpec.of("op", x=((n,), jnp.int32)).nbytes, 3)
 
 
@@ -230,7 +230,9 @@ def test_a_missing_lane_is_refused():
 
 def test_a_missing_or_other_persistent_buffer_is_refused():
     spec = ArenaSpec.of("op", persistent={"n": ((4,), jnp.int32)})
-    with pytest.raises(ArenaError, match=r"op: persistent 'n' int32\[4\] \(16 bytes\).* has none"):
+    with pytest.raises(
+        ArenaError, match=r"op: the spec needs persistent 'n' int32\[4\] \(16 bytes\).* has none"
+    ):
         Arena.allocate(ArenaSpec()).read(spec, "n")
     other = Arena.allocate(ArenaSpec.of("op", persistent={"n": ((4,), jnp.float32)}))
     with pytest.raises(ArenaError, match=r"has float32\[4\] \(16 bytes\)"):
@@ -244,13 +246,17 @@ def test_misuse_is_refused_by_name():
         arena.read(spec, "y")
     with pytest.raises(ArenaError, match="combined spec has none"):
         arena.read(spec | spec, "x")
-    with pytest.raises(ArenaError, match=r"'x' is float32\[4,256\], the value is float32\[256\]"):
+    with pytest.raises(
+        ArenaError, match=r"'x' is float32\[4,256\], but the value is float32\[256\]"
+    ):
         arena.write(spec, "x", jnp.zeros(256))
-    with pytest.raises(ArenaError, match=r"the value is bfloat16\[4,256\]; nothing is cast"):
+    with pytest.raises(
+        ArenaError, match=r"the value is bfloat16\[4,256\]; values are neither cast"
+    ):
         arena.write(spec, "x", jnp.zeros((4, 256), jnp.bfloat16))
-    with pytest.raises(ArenaError, match="width=576 does not divide the float32 lane"):
+    with pytest.raises(ArenaError, match="width=576 must divide the 1,024 elements of the float32"):
         arena.lane(spec, "x", 576)
-    with pytest.raises(ArenaError, match="'n' is persistent, in no lane"):
+    with pytest.raises(ArenaError, match="'n' is persistent and not in a lane"):
         arena.lane(spec, "n", 4)
     with pytest.raises(ArenaError, match=r"the buffer is float32\[2,512\]; .*whole lane"):
         Arena.allocate(spec + spec).with_lane(spec, "x", jnp.zeros((2, 512)))

@@ -56,8 +56,8 @@ def append(**options):
             "config must be .*HybridConfig, got str",
         ),
         (lambda: load(None), TypeError, "load: folder must be a path, got NoneType"),
-        (lambda: Limits(decode_buckets=4), TypeError, r"decode_buckets must be several .* got 4"),
-        (lambda: Limits(q_lens=None), TypeError, "q_lens must be several integers"),
+        (lambda: Limits(decode_buckets=4), TypeError, r"decode_buckets must be a tuple .* got 4"),
+        (lambda: Limits(q_lens=None), TypeError, "q_lens must be a tuple"),
         # A negative one would count from the end of the vocabulary.
         (lambda: Request(b"x", logit_bias={-1: 1}), ValueError, "token must be from 0 .* got -1"),
         (
@@ -73,7 +73,7 @@ def append(**options):
         (lambda: moe.Router(**ROUTER, scale=np.nan), ValueError, "scale must be finite, got nan"),
         (lambda: moe.route(LOGITS, None, "best"), TypeError, "router must be a moe.Router"),
         (lambda: moe.route(LOGITS, [0] * 32, moe.Router(**ROUTER)), TypeError, "bias must be an"),
-        (lambda: experts(listed="all"), TypeError, "listed must be what choose_experts returns"),
+        (lambda: experts(listed="all"), TypeError, "listed must be a result of choose_experts"),
         (lambda: pairs(batch_invariant="no"), TypeError, "batch_invariant must be True or False"),
         (lambda: append(dtype=jnp.int32), TypeError, "dtype must be bfloat16 or .* got int32"),
         (lambda: append(dtype="wide"), TypeError, "dtype must be bfloat16 or .* got wide"),

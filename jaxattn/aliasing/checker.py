@@ -19,7 +19,7 @@ import jax
 from jaxattn.aliasing.dataflow import CopyAnalysis
 from jaxattn.aliasing.hlo import HloModule
 
-_ADVICE = "carry it whole, and after a write read only what was written"
+_ADVICE = "carry the whole array, and after a write read only the part that was written"
 
 
 class AliasingError(ValueError):
@@ -47,7 +47,7 @@ class BufferCopy:
     op_name: str
 
     def __str__(self) -> str:
-        often = f"each time round {self.loop}" if self.loop else "once a step"
+        often = f"in each iteration of {self.loop}" if self.loop else "once per step"
         origin = f", {self.op_name}" if self.op_name else ""
         return (
             f"{self.leaf}: {self.nbytes:,} of its {self.leaf_nbytes:,} bytes are copied {often} "
@@ -129,7 +129,7 @@ def check_aliasing(
             )
     if (shallower is None and layers) or (layer_bytes and not layers):
         raise ValueError(
-            "shallower=, layers=(of compiled, of shallower) and layer_bytes= go together"
+            "layers=(of compiled, of shallower) needs shallower=, and layer_bytes= needs layers="
         )
     module = HloModule(compiled.as_text() or "")
     if not module.entry:
@@ -137,9 +137,11 @@ def check_aliasing(
     leaves = _leaves(compiled, module)
     donated = [leaf for leaf in leaves if leaf.donated]
     if not donated:
-        raise AliasingError("no argument is donated: jax.jit(step, donate_argnames='state')")
+        raise AliasingError("no argument is donated; use jax.jit(step, donate_argnames='state')")
     if unknown := [part for part in exclude if not any(part in leaf.name for leaf in donated)]:
-        raise ValueError(f"exclude={unknown}: no such donated leaf in {[x.name for x in donated]}")
+        raise ValueError(
+            f"exclude={unknown} matches none of the donated leaves {[x.name for x in donated]}"
+        )
     memory = compiled.memory_analysis()
     copies = [copy for copy in _copies(module, leaves, memory) if copy.nbytes > slack]
 
@@ -188,7 +190,10 @@ def _growth(
         "outputs that are not aliased": _unaliased(deep) - _unaliased(shallow),
     }.items():
         if grown > explained:
-            yield f"{what}: grow by {grown:,} bytes{depth}, of which {explained:,} are explained"
+            yield (
+                f"{what}: growth of {grown:,} bytes{depth}, but only {explained:,} bytes are "
+                "explained"
+            )
 
 
 def _unaliased(memory: Any) -> int:

@@ -44,9 +44,12 @@ def with_older_keywords[**P, R](
                     continue
                 op, wanted = function.__name__, f"{name}={group.make.__name__}(...)"
                 if given.get(name) is not None:
-                    raise TypeError(f"{op}: {', '.join(older)}: give {wanted} alone")
+                    raise TypeError(
+                        f"{op}: {', '.join(older)} cannot be combined with {name}=; give only "
+                        f"{wanted}"
+                    )
                 warnings.warn(
-                    f"{op}: {', '.join(older)}: give {wanted} instead",
+                    f"{op}: instead of {', '.join(older)}, give {wanted}",
                     DeprecationWarning,
                     stacklevel=2,
                 )

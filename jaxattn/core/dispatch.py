@@ -78,7 +78,7 @@ def dispatch[T](
         if refusals and jax.default_backend() == "gpu":
             warn_of_xla(f"{op}: {name!r} runs instead of the GPU's kernel: {refusals[0]}")
         return result
-    raise ExceptionGroup(f"{op}: every implementation refused", refusals)
+    raise ExceptionGroup(f"{op}: no implementation accepts these arguments", refusals)
 
 
 def warn_of_xla(message: str) -> None:
@@ -119,7 +119,7 @@ def dispatch_xla[T](op: str, implementation: Implementation | None, xla: Callabl
     """Runs an op without a kernel; requesting a kernel by name raises `Refusal`."""
 
     def refuse() -> T:
-        raise Refusal(f"{op}: it has no Mosaic GPU kernel")
+        raise Refusal(f"{op} has no Mosaic GPU kernel")
 
     named = {"mosaic_gpu": refuse, "mosaic_gpu_interpret": refuse} if implementation else {}
     return dispatch(op, implementation, {**named, "xla": xla})
@@ -175,7 +175,7 @@ def without_gradient[T](
         def refuse(primals: Any, tangents: Any) -> Any:
             of = f" of {name}" if name else ""
             raise NotImplementedError(
-                f"{op}: its kernel has no gradient{of}; {instead}pass implementation='xla' to "
+                f"{op}: the kernel has no gradient{of}; {instead}pass implementation='xla' to "
                 "differentiate"
             )
 

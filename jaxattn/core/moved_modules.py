@@ -42,7 +42,7 @@ class MovedModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         new = MOVED[module.__name__]
         warnings.warn(
-            f"{module.__name__} is now {new}; the old name goes with version 0.3",
+            f"{module.__name__} is now {new}; version 0.3 will remove the old name",
             DeprecationWarning,
             stacklevel=2,
         )

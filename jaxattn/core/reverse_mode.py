@@ -63,7 +63,7 @@ def in_reverse_mode_only[**P, T](
 
     def said(of: str = "") -> str:
         return (
-            f"{op}: it has no forward-mode gradient{of} (jax.jvp, jax.jacfwd, jax.linearize); use "
+            f"{op} has no forward-mode gradient{of} (jax.jvp, jax.jacfwd, jax.linearize); use "
             f"jax.grad or jax.vjp{instead}"
         )
 

@@ -202,8 +202,8 @@ class Engine(EngineLifecycle):
         with self._alone("generate"):
             if self.busy:
                 raise EngineBusyError(
-                    "generate: requests that were added are not done; call step() until the engine "
-                    "is not busy"
+                    "generate: some added requests are not finished; call step() until the "
+                    "engine is not busy"
                 )
             return self._generate(assign_request_ids(requests), on_token, on_finish)
 
@@ -370,7 +370,7 @@ def _replays(texts: list[Sequence[int]], starts: list[int], **options: Any) -> l
         check_sizes("score", **{f"starts[{place}]": start})
         if start > len(text):
             raise ValueError(
-                f"score: starts[{place}]={start} is behind the text's {len(text)} tokens"
+                f"score: starts[{place}]={start} is after the end of the text of {len(text)} tokens"
             )
     return [
         Request(text[:start], max_tokens=len(text) - start, replay=text[start:], **options)

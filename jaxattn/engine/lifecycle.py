@@ -25,7 +25,7 @@ from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.startup.engine_build import EngineBuild, of_this_process
 from jaxattn.engine.startup.memory_profiling import check_room, measured_plan, profile_memory
 from jaxattn.engine.startup.placed_params import CheckedParams
-from jaxattn.engine.startup.warmup import Allocate, allocate_state, allocator
+from jaxattn.engine.startup.state_allocation import Allocate, allocate_state, allocator
 from jaxattn.engine.startup.weight_buffers import WeightBuffers
 from jaxattn.engine.steps.device_batch import DeviceBatch
 from jaxattn.engine.steps.engine_state import recurrent
@@ -132,16 +132,16 @@ class EngineLifecycle:
         with self._alone("start", nested=True):
             if params is not None:
                 if self._runner is not None:
-                    raise RuntimeError("start: this engine runs already; make another one")
+                    raise RuntimeError("start: this engine is already running; create another one")
                 devices = self._prepared.devices
                 self._weights = WeightBuffers(CheckedParams.of(self.model, params, devices))
             self._start()
 
     def _start(self) -> None:
         if self._weights is None:
-            raise ValueError("this engine has no parameters: give them to start(params)")
+            raise ValueError("this engine has no parameters: pass them to start(params)")
         if self._released:
-            raise RuntimeError("the engine's caches are released; call resume() before it runs")
+            raise RuntimeError("the engine's caches are released; call resume() before running it")
         runs = self._runner is not None and not self._runner.lost
         if runs and not self._weights.watched:
             return
@@ -322,10 +322,12 @@ class EngineLifecycle:
         """Returns the weights, or raises ValueError if they cannot be changed."""
         if self._weights is None:
             raise ValueError(
-                f"{what}: this engine has no parameters yet: give them to start(params)"
+                f"{what}: this engine has no parameters yet: pass them to start(params)"
             )
         if not self._one_process:
-            raise ValueError(f"{what}: the engine's devices belong to several processes")
+            raise ValueError(
+                f"{what}: not supported for an engine whose devices belong to several processes"
+            )
         return self._weights
 
     def _settle(self, in_flight: InFlight) -> None:
@@ -447,7 +449,7 @@ class EngineLifecycle:
         """Queues a request, or refuses it."""
         reason = self.scheduler.refusal(request)
         if reason is None and request.stop_strings and self._endings.detokenize is None:
-            reason = "it has stop strings, and the engine was made without `detokenize`"
+            reason = "the request has stop strings, but the engine was created without `detokenize`"
         if reason:
             self._endings.finish(request, FinishReason.REFUSED, reason)
         else:

@@ -44,9 +44,13 @@ class DeviceMemory:
 
     def __post_init__(self) -> None:
         if self.total < 1:
-            raise DeviceError(f"{self.name}: a device has at least one byte; got {self.total:,}")
+            raise DeviceError(
+                f"{self.name}: the memory of a device must be at least 1 byte; got {self.total:,}"
+            )
         if self.free is not None and not 0 <= self.free <= self.total:
-            raise DeviceError(f"{self.name}: {self.free:,} bytes free of {self.total:,}")
+            raise DeviceError(
+                f"{self.name}: the free bytes must be from 0 to {self.total:,}; got {self.free:,}"
+            )
 
     @property
     def outside(self) -> int | None:
@@ -79,7 +83,7 @@ def known_device(name: str) -> DeviceMemory:
         if 0 < size < 2**20:
             return DeviceMemory(f"a device of {size:g} GiB", int(size * GIB))
     raise DeviceError(
-        f"unknown device {name!r}: use one of {', '.join(KNOWN)}, or its memory, as in 96GiB"
+        f"unknown device {name!r}: use one of {', '.join(KNOWN)}, or its memory such as 96GiB"
     )
 
 

@@ -85,9 +85,9 @@ class MemoryBudget:
         """Returns the limit of `arrays`: the fraction, the memory outside, or the allocator."""
         allowed = self.arrays(outside)
         if self.limit is not None and allowed == self.limit:
-            return f"the most that JAX's allocator takes of {self.total:,} ({self.device})"
+            return f"the limit of JAX's allocator, of {self.total:,} in all ({self.device})"
         if allowed < int(self.total * self.utilization):
-            return f"what {outside:,} outside of it leave of {self.total:,} ({self.device})"
+            return f"{self.total:,} less {outside:,} outside of JAX's allocator ({self.device})"
         return f"{self.utilization:g} of {self.total:,} ({self.device})"
 
 
@@ -168,16 +168,16 @@ class MemoryPlan:
                 break
         also = f"; the largest is the {largest.name} with {largest.nbytes:,} ({largest.why})"
         self.refuse(
-            f"{self.inside:,} bytes are needed and {allowed:,} are allowed, "
+            f"{self.inside:,} bytes are needed, but only {allowed:,} are allowed: "
             f"{self.budget.reason(self.outside)}; "
-            f"the line that does not fit is the {over.name} with {over.nbytes:,} ({over.why})"
+            f"the item that does not fit is the {over.name} with {over.nbytes:,} ({over.why})"
             + ("" if largest is over else also),
             advice(),
         )
 
     def refuse(self, reason: str, advice: tuple[str, ...]) -> NoReturn:
         """Raises PlanError with the reason and the advice."""
-        fix = f"; what would make it fit: {' or '.join(advice)}" if advice else ""
+        fix = f"; to make it fit, use {' or '.join(advice)}" if advice else ""
         raise PlanError(reason + fix, self, advice)
 
 
@@ -198,7 +198,7 @@ def nbytes_each(tree: Any) -> int:
 def check_allocated(what: str, tree: Any, planned: int) -> None:
     """Raises PlanError unless the arrays take exactly the planned bytes on each device."""
     if (got := nbytes_each(tree)) != planned:
-        raise PlanError(f"{what}: the plan says {planned:,} bytes and {got:,} were allocated")
+        raise PlanError(f"{what}: the plan has {planned:,} bytes, but {got:,} were allocated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +260,6 @@ def check_utilization(value: Any) -> None:
     """Raises ValueError unless the value is a fraction above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(
-            "utilization is a fraction of the device's total memory: use above 0 and at most 1; "
+            "utilization must be a fraction of the device's total memory, above 0 and at most 1; "
             f"got {value!r}"
         )

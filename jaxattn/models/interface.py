@@ -324,7 +324,10 @@ class Model(abc.ABC):
                 supports.
         """
         if name != "auto" or native_layers:
-            raise ValueError(f"cache_format={name!r}: {type(self).__name__} has auto alone")
+            raise ValueError(
+                f"{type(self).__name__} supports only cache_format='auto' with native_layers=0; "
+                f"got cache_format={name!r}, {native_layers=}"
+            )
         return self
 
     def with_batch_invariance(self) -> "Model":
@@ -369,7 +372,7 @@ class Model(abc.ABC):
 
     def place_params(self, params: Any, group: DeviceGroup) -> Any:
         """Distributes the whole model's parameters over a group, each GPU's share on its device."""
-        raise TypeError(f"{type(self).__name__} runs on one GPU")
+        raise TypeError(f"{type(self).__name__} supports only one GPU")
 
     def joined_param(self, path: Any, leaf: Array) -> Array:
         """Returns a whole model's parameter in the layout of an array over the group.

@@ -162,8 +162,8 @@ def read_decoder(
             model = without_tiles(model, family.placed(model), partial(is_float, fields))
         if experts == "4bit" and not any(forms_of(model)):
             raise ConfigError(
-                f"{fields.where}: experts='4bit' needs experts of whole tiles of {ROWS} rows and "
-                f"{form.columns} columns, which this model has not"
+                f"{fields.where}: experts='4bit' needs experts that divide into tiles of {ROWS} "
+                f"rows and {form.columns} columns; this model has none"
             )
     if form is not None and form.kind == "int4" and dense in (None, "4bit"):
         model = with_four_bit_linears(model, form)

@@ -113,8 +113,8 @@ class MixtureOfExperts(nnx.Module):
             raise ValueError("MixtureOfExperts: shared_gate=True needs a shared_size above 0")
         if shared_size and (biases or activation is not None):
             raise ValueError(
-                "MixtureOfExperts: biases and activation are for routed experts alone; got "
-                f"{shared_size=}"
+                "MixtureOfExperts: biases and activation are not supported with shared experts; "
+                f"got {shared_size=}"
             )
         self.activation, self.bias_parts = activation, bias_parts
         self.config, self.dtype = router, jnp.dtype(dtype)

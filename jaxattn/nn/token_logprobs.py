@@ -32,7 +32,8 @@ def token_logprobs(
     """
     if logits.shape[:-1] != tokens.shape or tokens.ndim != 2:
         raise ValueError(
-            f"token_logprobs: tokens {tokens.shape} must be [B, T] of logits {logits.shape}"
+            f"token_logprobs: tokens {tokens.shape} must have the shape [B, T] of logits "
+            f"{logits.shape}"
         )
     logits = logits.astype(jnp.float32)[:, :-1]
     own = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]

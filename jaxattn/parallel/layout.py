@@ -60,19 +60,19 @@ class Parallel:
                 raise ValueError(f"{name} must be at least 1; got {value}")
         if self.tensor % self.context:
             raise ValueError(
-                f"context={self.context} does not divide tensor={self.tensor}, whose GPUs hold the "
-                f"pages; possible are {_divisors(self.tensor)}"
+                f"context={self.context} does not divide tensor={self.tensor}, whose GPUs hold "
+                f"the pages; possible values are {_divisors(self.tensor)}"
             )
         if self.gpus % self.expert:
             raise ValueError(
                 f"expert={self.expert} does not divide the {self.gpus} GPUs of data={self.data} x "
-                f"tensor={self.tensor}; possible are {_divisors(self.gpus)}"
+                f"tensor={self.tensor}; possible values are {_divisors(self.gpus)}"
             )
         strides = self.strides
         for smaller, larger in zip(strides, strides[1:], strict=False):
             if larger % smaller:
                 raise ValueError(
-                    f"{self.flags}: neighbours in blocks of {smaller} and of {larger} GPUs do not "
+                    f"{self.flags}: blocks of {smaller} and of {larger} neighbouring GPUs do not "
                     "nest; use numbers that divide each other"
                 )
 
@@ -149,15 +149,12 @@ class Parallel:
         """Raises ValueError, with both numbers, unless there is a device for each GPU."""
         if len(devices) != self.gpus:
             raise ValueError(
-                f"data={self.data} x tensor={self.tensor} is {self.gpus} GPUs, and "
+                f"data={self.data} x tensor={self.tensor} needs {self.gpus} GPUs, but "
                 f"{len(devices)} devices were given"
             )
         kinds = sorted({str(getattr(device, "device_kind", "")) for device in devices})
         if len(kinds) > 1:
-            raise ValueError(
-                f"a group is of equal GPUs; these are {' and '.join(kinds)}. Choose devices of one "
-                "kind"
-            )
+            raise ValueError(f"all GPUs of a group must be of one kind; got {' and '.join(kinds)}")
 
 
 ALONE = Parallel()  # one GPU

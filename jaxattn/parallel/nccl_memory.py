@@ -68,9 +68,9 @@ def check_processes(group: DeviceGroup, environment: Mapping[str, str] = os.envi
     processes = _processes(group)
     if group.devices[0].platform == "gpu" and processes > 1 and comm_split_enabled(environment):
         raise CollectiveError(
-            f"{group.parallel.flags}: GPUs of {processes} processes wait for each other without "
-            "end where XLA splits NCCL's communicators; start each process with "
-            f'{VARIABLE}="{OFF}" in its environment, as jaxattn.serve does by itself'
+            f"{group.parallel.flags}: GPUs of {processes} processes wait for each other forever "
+            "if XLA splits NCCL's communicators; start each process with "
+            f'{VARIABLE}="{OFF}" in its environment, as jaxattn.serve does'
         )
 
 
@@ -108,9 +108,9 @@ def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
         thread.join(seconds)
     if not found:
         raise CollectiveError(
-            f"the devices {', '.join(map(str, group.devices))} of several processes did not meet "
-            f"in {seconds:.0f} s; {VARIABLE} has to have {OFF} before JAX starts, and "
-            "NCCL_DEBUG=INFO says what they wait for"
+            f"the devices {', '.join(map(str, group.devices))} of several processes did not "
+            f"connect within {seconds:.0f} s; {VARIABLE} must contain {OFF} before JAX starts, "
+            "and NCCL_DEBUG=INFO shows what they wait for"
         )
     if found[0] is not None:
         raise found[0]
@@ -142,8 +142,8 @@ def _meet(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
             ended()
     except jax.errors.JaxRuntimeError as error:
         raise CollectiveError(
-            f"the devices {', '.join(map(str, group.devices))} cannot send to each other: "
-            f"{str(error).splitlines()[0]}; NCCL has to be installed, and NCCL_DEBUG=INFO says "
+            f"the devices {', '.join(map(str, group.devices))} cannot communicate: "
+            f"{str(error).splitlines()[0]}; NCCL must be installed, and NCCL_DEBUG=INFO shows "
             "what it tried"
         ) from error
 

@@ -63,7 +63,7 @@ def plan(
         decoder = model.model if isinstance(model, DecoderSizes) else model
         if not isinstance(decoder, DecoderModel):
             raise TypeError(
-                f"parallel divides a jaxattn.models.DecoderModel; got {type(model).__name__}"
+                f"parallel needs a jaxattn.models.DecoderModel; got {type(model).__name__}"
             )
         check_arguments(decoder, limits, None)
         name = model.name if isinstance(model, DecoderSizes) else type(model).__name__
@@ -77,7 +77,7 @@ def plan(
     check_arguments(model, limits, None)
     if placement is not None:
         raise TypeError(
-            "placement divides a jaxattn.models.DecoderModel or a known model; got "
+            "placement needs a jaxattn.models.DecoderModel or a known model; got "
             f"{type(model).__name__}"
         )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)

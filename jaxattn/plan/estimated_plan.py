@@ -116,7 +116,7 @@ def _temp(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[int
     prefill = activations(sizes, chunk, 1, place, min(PREFIX_BLOCK, limits.max_model_len) + chunk)
     largest = max(decode, prefill) + LIBRARY_WORKSPACE
     return largest, (
-        f"all activations of a layer at once, nothing reused: decode {decode:,}, prefill "
+        f"all activations of a layer at once, without reuse: decode {decode:,}, prefill "
         f"{prefill:,}, and {LIBRARY_WORKSPACE // MIB} MiB for the matrix library"
     )
 

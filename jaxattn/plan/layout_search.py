@@ -68,8 +68,8 @@ def _least_weights(
         return min(sizes, key=lambda each: sizes[each])
     numbers = range(gpus + 1, 2 * gpus + 1)
     more = next((each for n in numbers for each in _possible(model, limits, n)), None)
-    there = f"; {more.flags} is one of {more.gpus} GPUs" if more else ""
-    raise ValueError(f"{name} has no layout of {gpus} GPUs{there}")
+    there = f"; for {more.gpus} GPUs, use {more.flags}" if more else ""
+    raise ValueError(f"{name} has no layout for {gpus} GPUs{there}")
 
 
 def fewest_gpus(

@@ -80,19 +80,19 @@ def check_placement(model: ModelSizes, limits: Limits, place: ModelPlacement) ->
     """Raises ValueError, with the sizes, if a group cannot hold the model with this placement."""
     if limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={limits.max_model_len:,} is longer than {model.name}'s "
+            f"max_model_len={limits.max_model_len:,} exceeds {model.name}'s "
             f"{model.max_position_embeddings:,}"
         )
     if place.cache_dtype in ("uint8", "float8") and latents_of(model) is None:
         raise ValueError(
-            f"cache_dtype={place.cache_dtype!r} is a format of MLA's latents, and {model.name} has "
+            f"cache_dtype={place.cache_dtype!r} is a format for MLA latents, but {model.name} has "
             "none; leave cache_dtype out"
         )
     if place.gpus == 1:
         return
     sizes = model.sizes
     if sizes.experts and place.gpus > sizes.experts:
-        raise ValueError(f"gpus={place.gpus} is more than {model.name}'s {sizes.experts} experts")
+        raise ValueError(f"gpus={place.gpus} exceeds {model.name}'s {sizes.experts} experts")
     for what, heads in (
         ("attention heads", sizes.num_heads),
         ("state heads", sizes.state_heads),
@@ -101,7 +101,7 @@ def check_placement(model: ModelSizes, limits: Limits, place: ModelPlacement) ->
         if heads % place.ways:
             raise ValueError(
                 f"{model.name}'s {heads} {what} cannot be divided over {place.ways} GPUs; use "
-                "attention='data' or another number"
+                "attention='data' or another number of GPUs"
             )
 
 
@@ -120,7 +120,7 @@ def weight_items(model: ModelSizes, place: ModelPlacement) -> list[PlanItem]:
         for kind, group in groups.items()
     ]
     if copied := model.copied_bytes(place.ways):
-        why = "norms and small weights once more, in float32 stacks that the steps read"
+        why = "float32 copies of norms and small weights, in stacks that the steps read"
         parts.append(PlanItem("packed weights", copied, why))
     total = sum(part.nbytes for part in parts)
     return [PlanItem("weights", total, model.stored, tuple(parts))]

@@ -48,8 +48,8 @@ def plan_model(
     pages = made["kv cache"] // page_bytes(model, place)
     if pages < limits.pages_per_row and limits.num_pages is None:
         made.refuse(
-            f"the line that does not fit is the kv cache: {pages:,} pages are left, and one row of "
-            f"{limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            f"the item that does not fit is the kv cache: {pages:,} pages are left, but one row "
+            f"of {limits.max_model_len:,} tokens needs {limits.pages_per_row:,}",
             helps(),
         )
     return made
@@ -123,7 +123,7 @@ def advice(
     one_row = _with(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
-        return (f"a larger device (--device): up to {MOST_GPUS} of these do not hold it",)
+        return (f"a larger device (--device): {MOST_GPUS} of these are not enough",)
     on = dataclasses.replace(place, gpus=gpus)
     changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
     if not fits(plain, on):

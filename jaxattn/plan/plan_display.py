@@ -72,7 +72,7 @@ def _sums(plan: MemoryPlan) -> list[tuple[str, int, str, str]]:
         allowed, short = plan.budget.arrays(plan.outside), plan.reserve < 0
         found += [
             ("in JAX's allocator", plan.inside, "", ""),
-            ("allowed there", allowed, plan.budget.reason(plan.outside), ""),
+            ("allowed in JAX's allocator", allowed, plan.budget.reason(plan.outside), ""),
             ("missing" if short else "reserve", abs(plan.reserve), "", "bold red" if short else ""),
         ]
     return found
@@ -103,8 +103,8 @@ def _table(plan: MemoryPlan) -> Table:
 
 
 def _comparison(naive: Sequence[ScratchComparison]) -> Table:
-    table = Table(title="what scratch would have cost otherwise", title_justify="left")
-    for name in ("case", "naive GiB", "naive bytes", "here GiB", "what is compared"):
+    table = Table(title="scratch memory of other designs", title_justify="left")
+    for name in ("case", "naive GiB", "naive bytes", "here GiB", "comparison"):
         table.add_column(name, justify="right" if "i" in name[-3:] or "bytes" in name else "left")
     for each in naive:
         table.add_row(
@@ -118,7 +118,7 @@ def _comparison(naive: Sequence[ScratchComparison]) -> Table:
 
 
 def _comparison_list(naive: Sequence[ScratchComparison]) -> Text:
-    lines = ["what scratch would have cost otherwise"]
+    lines = ["scratch memory of other designs"]
     for each in naive:
         lines += [each.name, "  naive", f"  {each.nbytes:,} B", "  here", f"  {each.ours:,} B"]
         lines.append(f"  ({each.why})")

@@ -52,12 +52,13 @@ def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
             if cache.format.dtype.itemsize == 1 and not isinstance(cache, SparseLatentPages):
                 found.append(
-                    "An FP8 cache buys capacity. On an H200 its decode takes 0.6 of bfloat16's "
-                    "time with 16 heads, and 2.0 to 2.3 times as long with 128."
+                    "An FP8 cache holds more tokens. On an H200, decoding from it takes 0.6 "
+                    "times as long as from bfloat16 with 16 heads, and 2.0 to 2.3 times as long "
+                    "with 128."
                 )
             if isinstance(model, DecoderSizes) and cache.format.per_tensor:
                 found.append(
-                    "No model of jaxattn serves a float8 cache yet: its pages are counted, and "
+                    "No jaxattn model serves a float8 cache yet: the plan counts its pages, but "
                     "temp is that of the model's own cache."
                 )
     return tuple(found)
@@ -69,12 +70,12 @@ def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
         found.append("Weights, caches and scratch are those of the model that jaxattn serves.")
         if model.quantization == "fp8":
             found.append(
-                f"With every FP8 matrix kept in FP8, all weights would take "
-                f"{model.whole_fp8_bytes:,} bytes in place of {model.total_bytes():,}."
+                "With every FP8 matrix kept in FP8, all weights would take "
+                f"{model.whole_fp8_bytes:,} bytes instead of {model.total_bytes():,}."
             )
     else:
         found.append(
-            "Sizes are those of the model's public config.json; jaxattn cannot run it yet."
+            "Sizes are from the model's public config.json; jaxattn cannot run the model yet."
         )
     if model.unread:
         found.append(f"The loader skips {model.unread}.")
@@ -84,27 +85,26 @@ def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
         }
         for window in sorted(filter(None, windows)):
             found.append(
-                "Layers with a window keep the keys and values of all tokens of a row, of which "
-                f"they read the last {window:,}."
+                "Layers with a window keep the keys and values of all tokens of a row, but read "
+                f"only the last {window:,}."
             )
     return found
 
 
 def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
     divided = (
-        "attention, dense layers, embedding and head are whole on every GPU, which has rows of its "
-        "own"
+        "every GPU has all of attention, dense layers, embedding and head, and rows of its own"
         if place.attention == "data"
         else "attention, dense layers, embedding and head are divided by heads or columns; all "
         "GPUs have the same rows"
     )
-    found = [f"Routed experts are divided over {place.gpus} GPUs, whole ones; {divided}."]
+    found = [f"Routed experts are divided over {place.gpus} GPUs without splitting any; {divided}."]
     found.append(
-        "This counts what a group holds; --tensor, --data, --context and --expert plan a layout as "
-        "jaxattn's engine runs it."
+        "This plan counts the memory of a group; to plan a layout that jaxattn's engine runs, "
+        "use --tensor, --data, --context and --expert."
     )
     if place.attention == "tensor" and latents:
-        found.append("An MLA cache has no heads: every GPU of the group has all of it.")
+        found.append("An MLA cache has no heads, so every GPU of the group holds all of it.")
     return found
 
 
@@ -127,8 +127,8 @@ def _reader(latents: LatentPages, heads: int, dtype: str) -> str:
             rank = form.kv_lora_rank
             mla_sparse.refuse(MlaDecodeCall(**given, scale=1.0, kv_lora_rank=rank))
             return (
-                f"The sparse MLA kernel reads the {name} cache: {token:,} bytes of each chosen "
-                "token and layer."
+                f"The sparse MLA kernel reads the {name} cache: {token:,} bytes per chosen token "
+                "and layer."
             )
         mla_decode.refuse(q, cache, form.kv_lora_rank)
     except Refusal as refusal:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxattn.server.app import build
-from jaxattn.server.http.connection import UvicornConfig
+from jaxattn.server.http.uvicorn_connection import UvicornConfig
 from jaxattn.server.runtime.server_state import ServerState
 from jaxattn.server.runtime.service import ServedModel, Service
 from jaxattn.server.runtime.watchdog import Watchdog

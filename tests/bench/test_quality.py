@@ -77,7 +77,7 @@ def test_an_interval_is_that_of_the_rows_means():
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--kv-cache-dtype", "k8v4"], "MLA's cache, which has auto"),
+        (["--kv-cache-dtype", "k8v4"], "MLA; use one of auto"),
         (["--context", "1"], "--context must be at least 2"),
     ],
 )

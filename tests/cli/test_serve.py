@@ -121,7 +121,7 @@ BAD_INPUT = {
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
     "several shapes": (
         ["--reproducible", "--decode-buckets", "2"],
-        "--decode-buckets 2 are several shapes, and --reproducible has one; leave one of them out",
+        "--decode-buckets 2 adds shapes, but --reproducible uses only one; leave one of them out",
     ),
     "bucket": (
         ["--decode-buckets", "8", "--batch", "4"],
@@ -151,7 +151,8 @@ BAD_INPUT = {
     ),
     "rows beside prompts and one shape": (
         ["--reproducible", "--mixed-tokens", "256"],
-        "--mixed-tokens 256 reads prompts beside rows that decode, and --reproducible does not",
+        "--mixed-tokens 256 processes prompts in steps that also decode other rows, which "
+        "--reproducible does not allow",
     ),
     "pages below the length": (
         ["--num-pages", "1", "--max-model-len", "256"],
@@ -159,7 +160,7 @@ BAD_INPUT = {
     ),
     "a bucket and one shape": (
         ["--reproducible", "--decode-buckets", "1"],
-        "--decode-buckets 1 are several shapes, and --reproducible has one",
+        "--decode-buckets 1 adds shapes, but --reproducible uses only one",
     ),
     "guesses and one shape": (
         ["--reproducible", "--speculate", "2"],
@@ -181,7 +182,7 @@ BAD_INPUT = {
     ),
     "layers of no format": (
         ["--kv-cache-native-layers", "1"],
-        "--kv-cache-native-layers 1 keeps layers out of another format",
+        "--kv-cache-native-layers 1 needs a",
     ),
     "a server's option": (["--max-queue", "3"], "--max-queue is for a server: give --port too"),
     "a prompt and a port": (
@@ -278,12 +279,12 @@ def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
         ("batch 6,250 with 100,000 pages", "--batch 6250 with 100,000 pages"),
         ("prefill_chunk 64 with 4 pages", "--prefill-chunk 64 with 4 pages"),
         ("decode_buckets=(8, 4) must be", "--decode-buckets 8,4 must be"),
-        ("prefill_rows=8 and reproducible=True has", "--prefill-rows 8 and --reproducible has"),
+        ("prefill_rows=8, but reproducible=True uses", "--prefill-rows 8, but --reproducible uses"),
         ("prefill_tokens=64 is", "--prefill-tokens 64 is"),
         ("mixed_tokens=64 is", "--mixed-tokens 64 is"),
         ("use attention='data' or another", "use --attention data or another"),
         ("gpus=65 is more", "--gpus 65 is more"),
-        ("q_lens must have 1", "--q-len must have 1"),
+        ("q_lens must contain 1", "--q-len must contain 1"),
         ("num_pages must be\n at most", "--num-pages must be at most"),
         ("--utilization 0.9 or --batch 8", "--utilization 0.9 or --batch 8"),
         ("16 attention heads of a batch", "16 attention heads of a batch"),
@@ -367,7 +368,7 @@ def test_empty_stdin_is_an_empty_prompt(model, capsys, monkeypatch):
     [
         (lambda data: data[:-10], "model.safetensors is cut off within tensor"),
         (lambda data: data[:-10] + bytes(10), "is damaged: its checksum differs"),
-        (lambda data: b"", "model.safetensors is cut off or no safetensors file"),
+        (lambda data: b"", "model.safetensors is cut off or not a safetensors file"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys):
@@ -474,8 +475,8 @@ def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, m
     printed = capsys.readouterr()
     assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
     error = printed.err.strip().splitlines()[-1]
-    assert "the line that does not fit is the kv cache" in error
-    assert "what would make it fit: at most" in error and "pages" in error
+    assert "the item that does not fit is the kv cache" in error
+    assert "to make it fit, use at most" in error and "pages" in error
 
 
 def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, capsys, monkeypatch):
@@ -492,7 +493,7 @@ def test_an_absurd_batch_is_refused_with_one_number_and_hardly_a_trace(model, ca
     for extra in ([], ["--plan"]):
         assert main(["--model", model, "--batch", "100m", "--prompt", "x", *SMALL, *extra]) == 2
         said.append(capsys.readouterr().err.strip().splitlines()[-1])
-    assert said[0] == said[1] and "what would make it fit: --batch " in said[0]
+    assert said[0] == said[1] and "to make it fit, use --batch " in said[0]
     assert len(traced) <= 12  # of two commands
 
 

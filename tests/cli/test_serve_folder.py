@@ -456,7 +456,7 @@ def test_a_model_that_does_not_fit_prints_its_plan_and_loads_nothing(capsys, mon
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "weights" in error and "kv cache" in error and "missing" in error
-    assert "what would make it fit: at most" in error.strip().splitlines()[-1]
+    assert "to make it fit, use at most" in error.strip().splitlines()[-1]
 
 
 # --- the hub
@@ -486,7 +486,7 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_fetched(hub, capsy
     assert main(["--model", "org/tiny", "--prompt", "x" * 999, *GREEDY]) == 2
     assert "tokens and the model length is 128" in capsys.readouterr().err
     assert main(["--model", "org/tiny", "--prompt", "x", "--num-pages", "1000m", *GREEDY]) == 2
-    assert "what would make it fit" in capsys.readouterr().err
+    assert "to make it fit, use" in capsys.readouterr().err
     assert "model.safetensors" not in hub.got()
 
 

@@ -110,14 +110,14 @@ def test_the_arguments_that_the_others_change(name):
             "scale must be a Python number",
         ),
         ("layer", {"eps": None}, TypeError, "eps must be a Python number, got NoneType"),
-        ("decode layer", {"arena": 4}, TypeError, "arena must be an Arena, .* got int"),
+        ("decode layer", {"arena": 4}, TypeError, "arena must be an Arena from .* got int"),
         *(
             ("prefill decode layer update", {"layer": layer}, error, message)
             for layer, error, message in [
-                (2, ValueError, r"layer=2 is not in (conv_)?state \(2, 3.* which has 2"),
-                (np.int64(5), ValueError, "layer=5 is not in"),
-                (np.array(-1), ValueError, "layer=-1 is not in"),
-                (jnp.int32(-1), ValueError, "layer=-1 is not in"),
+                (2, ValueError, r"layer=2 is out of range: (conv_)?state \(2, 3.* has 2"),
+                (np.int64(5), ValueError, "layer=5 is out of range"),
+                (np.array(-1), ValueError, "layer=-1 is out of range"),
+                (jnp.int32(-1), ValueError, "layer=-1 is out of range"),
                 (True, TypeError, "layer must be an integer, got bool"),
                 (1.0, TypeError, "layer must be an integer, got float"),
                 (jnp.float32(1), TypeError, "layer must be an integer scalar, got float32"),
@@ -132,7 +132,7 @@ def test_the_arguments_that_the_others_change(name):
             "gates",
             {"a": zeros((2, 5, 1)), "b": zeros((2, 5, 2))},
             ValueError,
-            r"a and b must have one shape .*, got \(2, 5, 1\) and \(2, 5, 2\)",
+            r"a and b must have the same shape .*, got \(2, 5, 1\) and \(2, 5, 2\)",
         ),
         ("gates", {"dt_bias": ones(3)}, ValueError, r"dt_bias must be \[Hv=1\], .*got \(3,\)"),
     ],
@@ -173,7 +173,7 @@ def test_any_integer_is_a_layer(number):
     [
         (
             {"dt_bias": ones(2)},
-            r"A_log and dt_bias must have one shape.* got \(1,\) and \(2,\)",
+            r"A_log and dt_bias must have the same shape.* got \(1,\) and \(2,\)",
         ),
         ({"norm": ones((3, 4))}, r"norm must be \['Dv'\], got \(3, 4\)"),
         ({"conv": ones((4, 12))}, r"conv must be \['Dc', 'W'\] .* Hv Dv=4, got \(4, 12\)"),

@@ -33,10 +33,10 @@ def test_older_keywords_give_what_their_groups_give_and_warn_at_the_callers_line
             norm_eps=1e-3,
         )
     assert {str(each.message) for each in caught} == {
-        "gated_delta_rule_prefill: checkpoint_indices, checkpoint_tokens: give "
-        "checkpoints=Checkpoints(...) instead",
-        "gated_delta_rule_prefill: gate, norm_weight, norm_eps: give output_norm=OutputNorm(...) "
-        "instead",
+        "gated_delta_rule_prefill: instead of checkpoint_indices, checkpoint_tokens, give "
+        "checkpoints=Checkpoints(...)",
+        "gated_delta_rule_prefill: instead of gate, norm_weight, norm_eps, give "
+        "output_norm=OutputNorm(...)",
     }
     assert {each.filename for each in caught} == {__file__}
     new = prefill(
@@ -57,7 +57,7 @@ def test_older_keywords_of_none_are_as_if_not_given():
 def test_a_group_beside_its_older_keywords_is_refused():
     kept = gdn.Checkpoints(slots=jnp.array([[3]]), tokens=16)
     with pytest.raises(
-        TypeError, match=r"checkpoint_tokens: give checkpoints=Checkpoints\(.*alone"
+        TypeError, match=r"checkpoint_tokens cannot be combined with checkpoints=; give only"
     ):
         prefill(checkpoints=kept, checkpoint_tokens=16)
 

@@ -49,7 +49,7 @@ def test_a_named_one_that_refuses_and_one_that_is_not_there():
         dispatch("op", "mosaic_gpu", CANDIDATES)
     with pytest.raises(ValueError, match="unknown implementation='triton'; choose one of"):
         dispatch("op", "triton", CANDIDATES)
-    with pytest.raises(ExceptionGroup, match="every implementation refused"):
+    with pytest.raises(ExceptionGroup, match="no implementation accepts"):
         dispatch("op", None, {"mosaic_gpu": refuse})
 
 
@@ -65,7 +65,7 @@ def test_an_error_from_inside_jax_is_no_refusal():
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "mosaic_gpu_interpret"])
 def test_an_op_without_a_kernel_refuses_one_by_name(name):
-    with pytest.raises(Refusal, match="op: it has no .* kernel; use implementation='xla'"):
+    with pytest.raises(Refusal, match="op has no .* kernel; use implementation='xla'"):
         dispatch_xla("op", name, lambda: "xla's")
     assert dispatch_xla("op", None, lambda: "xla's") == "xla's"
     with pytest.raises(ValueError, match="unknown implementation='triton'"):

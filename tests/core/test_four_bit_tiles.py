@@ -65,11 +65,11 @@ def test_quantized_numbers_are_the_nearest(form):
     ids=str,
 )
 def test_other_formats_are_refused_by_name(options):
-    with pytest.raises(ValueError, match="is not implemented: MXFP4 has e8m0 scales of 32"):
+    with pytest.raises(ValueError, match="is not implemented: MXFP4 needs e8m0 scales of 32"):
         FourBitFormat(*options)
 
 
 def test_a_matrix_that_is_not_whole_tiles_is_refused():
-    with pytest.raises(ValueError, match=r"\[64, 64\] is not whole tiles of 64 x 128"):
+    with pytest.raises(ValueError, match=r"\[64, 64\] does not divide into tiles of 64 x 128"):
         FourBitFormat("int4", 128).tiles(64, 64)
     assert not FourBitFormat("int4", 32).fits(96, 64)

@@ -131,10 +131,10 @@ def test_llama3_refuses_what_it_cannot_mean():
     with pytest.raises(ValueError, match="llama3 and linear both stretch the context"):
         RopeConfig(llama3=llama3, linear=2.0)
     with pytest.raises(
-        ValueError, match="theta must be a number, which llama3 stretches; got None"
+        ValueError, match="theta must be a number, as llama3 scales its frequencies; got None"
     ):
         RopeConfig(theta=None, llama3=llama3)
-    with pytest.raises(ValueError, match="which linear stretches; got None"):
+    with pytest.raises(ValueError, match="as linear scales its frequencies; got None"):
         RopeConfig(theta=None, linear=2.0)
 
 
@@ -254,7 +254,9 @@ def test_theta_is_a_finite_number_above_1(value):
 
 
 def test_yarn_without_a_theta_is_refused():
-    with pytest.raises(ValueError, match=r"theta must be a number, which yarn stretches; got None"):
+    with pytest.raises(
+        ValueError, match=r"theta must be a number, as yarn scales its frequencies; got None"
+    ):
         RopeConfig(theta=None, yarn=YarnConfig(40, 4096))
 
 

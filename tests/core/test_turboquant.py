@@ -228,7 +228,7 @@ def test_a_head_dim_that_is_no_power_of_two_is_refused(dim):
 
 def test_three_bits_warn_once_a_configuration():
     codec._warn_of_three_bits.cache_clear()
-    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 128 keeps 3 bits"):
+    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 128 stores 3 bits"):
         TurboFormat(preset="k3v4_nc", head_dim=128)
     with pytest.warns(UserWarning, match="3bit_nc at head_dim 128"):
         TurboFormat(preset="3bit_nc", head_dim=128)

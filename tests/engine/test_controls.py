@@ -21,7 +21,10 @@ pytestmark = pytest.mark.lazy_steps
         ({"repetition_penalty": 1e-60}, "repetition_penalty must be from 1e-30"),
         ({"presence_penalty": -1e39}, r"presence_penalty must be from -1e\+30 to"),
         ({"frequency_penalty": float("nan")}, r"frequency_penalty must be from -1e\+30 to"),
-        ({"temperature": 10**400}, "temperature must be finite; got more than a float holds"),
+        (
+            {"temperature": 10**400},
+            "temperature must be finite; got a number too large for a float",
+        ),
         ({"logprobs": 21}, "logprobs must be from 0 to 20; got 21"),
         ({"logit_bias": {3: 101}}, r"logit_bias\[3\] must be from -100 to 100; got 101"),
         ({"logit_bias": {i: 1.0 for i in range(301)}}, "logit_bias has 301 tokens; at most 300"),

@@ -274,5 +274,5 @@ def test_limits_that_make_no_sense_are_refused():
         Limits(steps_per_round=9)
     with pytest.raises(ValueError, match="speculate=2"):
         Limits(steps_per_round=2, speculate=2)
-    with pytest.raises(ValueError, match="one GPU, and parallel has 2"):
+    with pytest.raises(ValueError, match="a single GPU, but parallel has 2"):
         prepare(MODEL, MODEL.param_shapes(), FOUR, parallel=Parallel(tensor=2))

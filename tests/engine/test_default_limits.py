@@ -148,7 +148,7 @@ def test_the_context_is_lowered_first_then_the_batch_then_the_chunk():
     assert 4096 < limits.max_model_len < LITE.max_position_embeddings
     assert limits.batch == 256 and limits.prefill_chunk == 8192
     [reason] = [each for each in context.reasons if each.startswith("max_model_len")]
-    assert f"{limits.max_model_len:,}" in reason and "the model has 163,840" in reason
+    assert f"{limits.max_model_len:,}" in reason and "the model supports 163,840" in reason
 
     # Steps whose temp leaves less than the shortest context: rows go, and then tokens of a step.
     tight = chosen(memory=beside_weights(3), bounds=of_tokens(2**19))
@@ -156,7 +156,7 @@ def test_the_context_is_lowered_first_then_the_batch_then_the_chunk():
     assert limits.batch == 1 and limits.prefill_chunk < 8192 and limits.max_model_len >= 4096
     temp = of_tokens(2**19)(limits)["the largest"].temp
     assert temp + limits.pages_per_row * page < 3 * GIB
-    assert any("fewer than a row's" in each for each in tight.reasons)
+    assert any("fewer than a row needs" in each for each in tight.reasons)
 
 
 def test_what_was_given_is_never_changed():
@@ -197,8 +197,8 @@ def test_a_length_that_was_given_and_does_not_fit_is_refused_with_what_would():
     with pytest.raises(PlanError) as refused:
         plan(LITE, beside_weights(1), Limits(max_model_len=163840, utilization=0.9))
     said = str(refused.value)
-    assert "one row of 163,840 tokens takes 2,560" in said and "pages are left" in said
-    assert "max_model_len" in said.partition("what would make it fit")[2]
+    assert "one row of 163,840 tokens needs 2,560" in said and "pages are left" in said
+    assert "max_model_len" in said.partition("to make it fit, use")[2]
 
 
 # Determinism is a switch -------------------------------------------------------------------------
@@ -218,10 +218,10 @@ def test_reproducible_has_one_shape_of_each_step():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"decode_buckets": (1,)}, r"decode_buckets=\(1,\) are several shapes"),
-        ({"prefill_buckets": (16,)}, r"prefill_buckets=\(16,\) are several shapes"),
-        ({"speculate": 2}, "speculate=2 decodes as many tokens as a batch may guess"),
-        ({"steps_per_round": 4}, "steps_per_round=4 has executables of its own"),
+        ({"decode_buckets": (1,)}, r"decode_buckets=\(1,\) adds shapes"),
+        ({"prefill_buckets": (16,)}, r"prefill_buckets=\(16,\) adds shapes"),
+        ({"speculate": 2}, "speculate=2 decodes several tokens per step"),
+        ({"steps_per_round": 4}, "steps_per_round=4 runs several decode steps per round"),
     ],
 )
 def test_what_contradicts_reproducible_is_refused_by_name(given, said):

@@ -102,7 +102,7 @@ def test_hidden_states_of_nan_end_a_row(engine, texts):
 
 @pytest.mark.parametrize(
     ("pooling", "tokens", "match"),
-    [("sum", 0, "pooling must be one of mean, last; got 'sum'"), ("mean", 1, "max_tokens of 0")],
+    [("sum", 0, "pooling must be one of mean, last; got 'sum'"), ("mean", 1, "max_tokens=0")],
 )
 def test_a_pooling_that_is_none_is_named(pooling, tokens, match):
     with pytest.raises(ValueError, match=match):

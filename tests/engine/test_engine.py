@@ -310,7 +310,7 @@ def test_a_plan_larger_than_the_device_is_refused_before_anything_is_compiled():
 
 
 def test_a_model_length_beyond_the_models_is_refused():
-    with pytest.raises(ValueError, match="max_model_len=257 is longer than .*=256"):
+    with pytest.raises(ValueError, match="max_model_len=257 exceeds .*=256"):
         Engine(Hybrid(SMALLEST), params_of(SMALLEST), Limits(max_model_len=257))
 
 
@@ -338,7 +338,10 @@ def test_one_request_is_no_list_of_requests(engine):
     "options, message",
     [
         ({"prompt": b""}, "prompt is empty"),
-        ({"max_tokens": -1}, "max_tokens must be at least 1, or 0 to read the prompt .*; got -1"),
+        (
+            {"max_tokens": -1},
+            "max_tokens must be at least 1, or 0 to process only the prompt; got -1",
+        ),
         ({"temperature": -0.1}, "temperature must be 0 or more"),
         ({"temperature": np.nan}, "temperature must be 0 or more"),
         ({"top_p": 0.0}, "top_p must be above 0"),
@@ -355,7 +358,7 @@ def test_a_request_that_makes_no_sense_is_an_error(options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"prompt": "hello"}, r"got a str; for a model of bytes give prompt.encode\(\)"),
+        ({"prompt": "hello"}, r"got a str; for a byte-level model give prompt.encode\(\)"),
         ({"prompt": 5}, "prompt must be a sequence of token ids, got 5"),
         ({"prompt": [[1, 2]]}, r"prompt\[0\] must be an integer, got \[1, 2\]"),
         ({"prompt": [1, 2.5]}, r"prompt\[1\] must be an integer, got 2.5"),

@@ -104,20 +104,20 @@ def test_what_cannot_be_replayed_is_refused_by_name():
     for starts, said in (
         ([3, 4], "starts has 2 numbers for 1 texts"),
         ([0], r"starts\[0\] must be a positive integer"),
-        ([21], r"starts\[0\]=21 is behind the text's 20 tokens"),
+        ([21], r"starts\[0\]=21 is after the end of the text of 20 tokens"),
     ):
         with pytest.raises(ValueError, match=said):
             engine.score([text], starts=starts)
     with pytest.raises(TypeError, match="starts must be integers, one for each text; got 3"):
         engine.score([text], starts=3)
-    with pytest.raises(RuntimeError, match="400 prompt tokens and 200 to replay are more than"):
+    with pytest.raises(RuntimeError, match="400 prompt tokens and 200 to replay exceed"):
         engine.score([[1] * 600], starts=[400])
-    with pytest.raises(RuntimeError, match="its replay has a token outside of 0 to 63"):
+    with pytest.raises(RuntimeError, match="replay has a token outside of 0 to 63"):
         engine.score([[1, 64]], starts=[1])
     with pytest.raises(ValueError, match="replay has 2 tokens, more than max_tokens=1"):
         Request([1], replay=[2, 3], max_tokens=1)
     request = Request([1], replay=[2], max_tokens=1)
-    assert "which engines of Limits" in Scheduler(Limits(), 64).refusal(request)
+    assert "which needs an engine with Limits" in Scheduler(Limits(), 64).refusal(request)
     [whole] = engine.score([text], starts=[20])
     assert whole == (None,) * 20
 
@@ -125,14 +125,14 @@ def test_what_cannot_be_replayed_is_refused_by_name():
 def test_an_array_for_a_trainer_has_what_was_told_and_names_what_does_not_fit():
     found = logprob_array([(None, Logprobs(-1.5)), ()], 3)
     np.testing.assert_array_equal(found, np.float32([[np.nan, -1.5, np.nan], [np.nan] * 3]))
-    with pytest.raises(ValueError, match="text 0 has 2 tokens, and length is 1"):
+    with pytest.raises(ValueError, match="text 0 has 2 tokens, more than length=1"):
         logprob_array([(None, None)], 1)
     logits, tokens = np.zeros((1, 3, 4), np.float32), np.zeros((1, 3), np.int32)
     with pytest.raises(ValueError, match=r"scored \(1, 2\) must have the shape of tokens \(1, 3\)"):
         token_logprobs(logits, tokens, scored=np.zeros((1, 2), np.float32))
     with pytest.raises(TypeError, match="scored must be float32; got float64"):
         token_logprobs(logits, tokens, scored=np.zeros((1, 3)))
-    with pytest.raises(ValueError, match=r"tokens \(3,\) must be \[B, T\]"):
+    with pytest.raises(ValueError, match=r"tokens \(3,\) must have the shape \[B, T\]"):
         token_logprobs(logits, tokens[0])
 
 

@@ -256,5 +256,5 @@ def test_a_class_of_another_package_is_refused():
     class Mine:
         x: int = 1
 
-    with pytest.raises(UnstableReprError, match="is of another package"):
+    with pytest.raises(UnstableReprError, match="belongs to another package"):
         stable_repr(Mine())

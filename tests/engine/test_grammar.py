@@ -90,7 +90,7 @@ def test_a_grammar_that_allows_nothing_ends_its_row_and_says_so(engine):
     wanted = engine.generate([plain])[0].tokens
     stuck, other = engine.generate([request(grammar=Nothing(3)), plain])
     assert (stuck.tokens, stuck.finish_reason) == ((), "not finite")
-    assert "its grammar allowed no token" in stuck.detail and other.tokens == wanted
+    assert "the request's grammar allowed no token" in stuck.detail and other.tokens == wanted
 
 
 def test_a_batch_without_grammars_waits_for_nothing(engine, monkeypatch):

@@ -310,5 +310,7 @@ def test_a_reproducible_engine_gives_prompts_steps_of_their_own():
     small = dataclasses.replace(LIMITS, mixed_tokens=200, prefill_buckets=())
     assert small.prefill_sizes == (128, 256, 384) and small.mixed_sizes == (128,)
     assert LIMITS.mixes and LIMITS.mixed_sizes == (128, 256) and LIMITS.prefill_sizes[-1] == 384
-    with pytest.raises(ValueError, match="mixed_tokens=64 reads prompts beside rows that decode"):
+    with pytest.raises(
+        ValueError, match="mixed_tokens=64 processes prompts in steps that also decode"
+    ):
         Limits(reproducible=True, mixed_tokens=64, prefill_rows=1)

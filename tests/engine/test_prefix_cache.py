@@ -312,7 +312,7 @@ def test_the_plan_has_the_checkpoints(pair):
     states = cached.state.array("ssm_state")
     assert cached.plan["ssm state"] == states.nbytes and states.shape[1] == 5  # 2 rows and 3 more
     why = {item.name: item.why for item in cached.plan.items}
-    assert "3 of the slots are for states at the ends of prefixes" in why["ssm state"]
+    assert "3 of the slots are for states at prefix boundaries" in why["ssm state"]
     assert "checkpoint" not in why["kv cache"] and "3 checkpoints" in cached.plan.title
 
 
@@ -330,7 +330,7 @@ def test_a_block_is_whole_chunks_and_whole_pages():
     for chunk, block in ((16, 64), (64, 64), (96, 192), (128, 128)):
         found = Scheduler(Limits(batch=1, max_model_len=512, prefill_chunk=chunk), 256)
         assert found.prefixes.block == block
-    with pytest.raises(ValueError, match="whole pages of 64; got 65"):
+    with pytest.raises(ValueError, match="block must be a multiple of the page size 64; got 65"):
         PrefixCache(PagePool(4, 64), 65, range(0), PrefixCacheStats(), recurrent=False)
 
 

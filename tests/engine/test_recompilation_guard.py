@@ -276,13 +276,13 @@ def test_a_partly_filled_device_is_planned_by_what_is_free(params, whole, alone,
     console = Console(width=200)
     with console.capture() as printed:
         print_plan(console, engine.plan)
-    assert f"what {total - free:,} outside of it leave of {total:,}" in printed.get()
-    assert "what other processes hold of the device" in printed.get()
+    assert f"{total:,} less {total - free:,} outside of JAX's allocator" in printed.get()
+    assert "the device memory that other processes hold" in printed.get()
 
 
 def test_a_device_without_room_for_a_page_is_refused_with_the_plan(params, monkeypatch):
     pretend(monkeypatch, device(60_000))  # before anything is compiled
-    with pytest.raises(PlanError, match="the line that does not fit is the") as caught:
+    with pytest.raises(PlanError, match="the item that does not fit is the") as caught:
         Engine(Hybrid(SMALLEST), params, Limits(batch=3, max_model_len=256, utilization=1.0))
     assert caught.value.plan is not None and caught.value.advice
 
@@ -308,7 +308,7 @@ def test_a_cache_below_one_row_is_refused_before_it_is_allocated(
     monkeypatch.setattr(capacity_planner, "advice", lambda *args, **beside: ("something smaller",))
     for total, compiles in ((beside - temp + 3 * page, False), (beside + 7 * page // 2, True)):
         with pytest.raises(
-            PlanError, match=r"[123] pages are left, and one row of 256 .* takes 4"
+            PlanError, match=r"[123] pages are left, but one row of 256 .* needs 4"
         ) as caught:
             come_up(total)
         assert caught.value.plan["kv cache"] < 4 * page and caught.value.advice
@@ -394,7 +394,7 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     seal = RecompilationGuard()
     with seal.watch():
         kept.append(some())
-    assert seal.what == ["buffer: 1 array(s) more than before the step"]
+    assert seal.what == ["buffer: 1 more live array(s) than before the step"]
 
 
 def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
@@ -413,7 +413,7 @@ def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypat
             assert not kept
         else:
             engine.generate(prompts(1))
-            assert engine.seal.what == ["buffer: 1 array(s) more than before the step"]
+            assert engine.seal.what == ["buffer: 1 more live array(s) than before the step"]
 
 
 def test_one_step_in_many_counts_arrays_and_all_others_cost_no_scan(params, plain, monkeypatch):
@@ -551,7 +551,7 @@ def test_one_engine_in_two_threads_serves_one_and_refuses_the_other(plain):
     thread = threading.Thread(target=first)
     thread.start()
     assert inside.wait(60)
-    with pytest.raises(EngineBusyError, match="give each thread an engine of its own"):
+    with pytest.raises(EngineBusyError, match="give each thread its own engine"):
         engine.generate(prompts(1))
     go_on.set()
     thread.join()

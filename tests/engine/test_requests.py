@@ -178,7 +178,7 @@ def test_generate_in_a_callback_is_named_as_such(engine):
     def again(request, token):
         engine.generate(prompts(1))
 
-    with pytest.raises(EngineBusyError, match="generate was called by a callback"):
+    with pytest.raises(EngineBusyError, match="generate was called from a callback"):
         engine.generate(prompts(1), on_token=again)
 
 
@@ -193,7 +193,7 @@ def test_a_callback_may_abort(engine):
 
 def test_generate_waits_for_requests_that_were_added(engine):
     id = engine.add(Request(b"a"))
-    with pytest.raises(EngineBusyError, match="requests that were added"):
+    with pytest.raises(EngineBusyError, match="some added requests"):
         engine.generate(prompts(1))
     engine.abort(id)
     drained(engine)
@@ -230,7 +230,7 @@ def test_what_cannot_be_called_is_named_before_anything_runs(engine, name):
 
 def test_devices_are_named(params):
     for devices in ("gpu", ["cpu"], [None]):
-        with pytest.raises(TypeError, match="devices must be a jax.Device or several"):
+        with pytest.raises(TypeError, match="devices must be a jax.Device or a sequence"):
             prepare(MODEL, params, LIMITS, devices)
 
 
@@ -248,7 +248,11 @@ def test_an_id_in_use_is_refused(engine):
         ({"limits": {}}, TypeError, "limits must be a jaxattn.Limits, got dict"),
         ({"model": SMALLEST}, TypeError, "model must be a jaxattn.models.Model.*got HybridConfig"),
         ({"params": {}}, ValueError, "parameter 'embedding.* is missing"),
-        ({"params": MODEL.param_shapes()}, TypeError, "params are shapes; an engine needs arrays"),
+        (
+            {"params": MODEL.param_shapes()},
+            TypeError,
+            "params are shapes, but an engine needs arrays",
+        ),
         ({"limits": Limits(max_model_len=10**6)}, ValueError, "max_position_embeddings=256"),
     ],
 )
@@ -369,7 +373,7 @@ def test_another_thread_gets_no_state_and_no_second_one(engine):
 
 
 def test_a_callback_cannot_close_the_engine(engine):
-    with pytest.raises(EngineBusyError, match="close was called by a callback"):
+    with pytest.raises(EngineBusyError, match="close was called from a callback"):
         engine.generate(prompts(1), on_token=lambda request, token: engine.close())
 
 
@@ -403,7 +407,7 @@ def test_an_engine_keeps_what_is_packed_and_not_what_was_given():
 def test_parameters_come_once(params):
     engine = Engine(MODEL, params, LIMITS)
     engine.start()
-    with pytest.raises(RuntimeError, match="runs already; make another one"):
+    with pytest.raises(RuntimeError, match="is already running; create another one"):
         engine.start(params)
 
 
@@ -420,7 +424,7 @@ def test_preparing_takes_shapes_and_allocates_nothing(params, engine):
     prepared = prepare(MODEL, MODEL.param_shapes(), LIMITS)
     late = Engine.of(prepared)
     assert live_bytes() == before
-    with pytest.raises(ValueError, match=r"no parameters: give them to start\(params\)"):
+    with pytest.raises(ValueError, match=r"no parameters: pass them to start\(params\)"):
         late.start()
     with pytest.raises(ValueError, match="is missing"):
         late.start({})
@@ -467,7 +471,7 @@ def test_a_closed_engine_holds_nothing_and_says_so(params):
     assert live_bytes() == before
     engine.close()  # twice is once
     for use in (engine.step, engine.start, lambda: engine.add(Request(b"a"))):
-        with pytest.raises(RuntimeError, match="this engine is closed; make a new one"):
+        with pytest.raises(RuntimeError, match="this engine is closed; create a new one"):
             use()
     assert not engine.busy
 

@@ -249,7 +249,7 @@ def test_shared_arrays_are_read_where_they_are_and_never_donated(engine, params,
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), given, params[1])
     engine.update(given, share=True)
     jax.tree.leaves(given)[0].delete()
-    with pytest.raises(RuntimeError, match="'embedding': donated or deleted by its owner"):
+    with pytest.raises(RuntimeError, match="'embedding' was donated or deleted by its owner"):
         engine.generate(requests(1))
     engine.update(params[0])
     assert [each.tokens for each in engine.generate(requests())] == expected[0]
@@ -273,7 +273,7 @@ def test_an_update_inside_a_step_or_of_another_thread_is_refused(engine, params)
             errors.append(str(error))
 
     engine.generate([Request(PROMPT, max_tokens=2)], on_token=update)
-    assert errors == ["update was called by a callback of this engine"] * 2
+    assert errors == ["update was called from a callback of this engine"] * 2
 
     def elsewhere(*_):
         thread = threading.Thread(target=update)
@@ -281,7 +281,7 @@ def test_an_update_inside_a_step_or_of_another_thread_is_refused(engine, params)
         thread.join()
 
     engine.generate([Request(PROMPT, max_tokens=1)], on_token=elsewhere)
-    assert errors[2].startswith("update: another thread uses this engine")
+    assert errors[2].startswith("update: another thread is using this engine")
     assert engine.weights_version == version
 
 

@@ -142,7 +142,7 @@ def test_buffers_do_not_move_when_batches_of_every_size_run():
 
 def test_an_arena_does_not_grow_for_a_larger_request():
     arena = jax.eval_shape(lambda: Arena.allocate(spec_of(rows=4)))
-    with pytest.raises(ArenaError, match="It never grows"):
+    with pytest.raises(ArenaError, match="An arena does not grow"):
         jax.eval_shape(lambda arena: arena.read(spec_of(rows=8), "out"), arena)
 
 
@@ -166,7 +166,7 @@ def test_a_batch_of_2048_does_not_grow_what_a_batch_of_one_began_with():
 
     first = dataclasses.replace(limits, batch=1, decode_buckets=())
     naive = jax.eval_shape(lambda: new_state(Hybrid(RECURRENT), first))  # sized by what ran first
-    with pytest.raises(ArenaError, match="It never grows"):
+    with pytest.raises(ArenaError, match="An arena does not grow"):
         step(2048, naive)
 
 
@@ -277,7 +277,7 @@ def test_what_is_allocated_is_not_counted_by_a_second_formula(monkeypatch):
     more = dataclasses.replace(BUCKETS, num_pages=BUCKETS.pages + 1)
     too_much = lambda: (new_state(drifted.model, more), new_rows(more))  # noqa: E731
     monkeypatch.setattr(lifecycle, "allocator", lambda prepared: too_much)
-    with pytest.raises(PlanError, match="kv cache: the plan says 163,840 bytes and 174,080 were"):
+    with pytest.raises(PlanError, match="kv cache: the plan has 163,840 bytes, but 174,080 were"):
         drifted.start()
 
 

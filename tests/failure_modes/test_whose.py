@@ -97,7 +97,7 @@ def test_scratch_is_not_reused_for_another_shape_or_dtype(wanted):
     some = dict(rank=128)  # more than what sizes are rounded up to
     arena = Arena.allocate(spec_for(attention(**some)[0]))
     other = attention(**some | wanted)
-    with pytest.raises(ArenaError, match="mla_decode: region 'out' .* asked for"):
+    with pytest.raises(ArenaError, match="mla_decode: region 'out' .* does not fit"):
         jax.eval_shape(lambda *args: decode(*args, arena=arena), *other)
 
 
@@ -422,7 +422,7 @@ def test_the_output_is_not_a_view_of_another_dtype(dtype):
     for other in {jnp.bfloat16, jnp.float16, jnp.float32} - {dtype}:
         # Room enough, and all of it of another dtype (a real spec has float32 partials as well).
         wrong = Arena.allocate(ArenaSpec.of("other", bytes=((2**20,), other)))
-        with pytest.raises(ArenaError, match=f"of {jnp.dtype(dtype).name} scratch asked for"):
+        with pytest.raises(ArenaError, match=f"of {jnp.dtype(dtype).name} scratch, but"):
             decode(*args, arena=wrong)
 
 

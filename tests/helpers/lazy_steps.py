@@ -14,11 +14,11 @@ import jax
 import pytest
 
 from jaxattn.engine.compilation import compiler
-from jaxattn.engine.startup import capacity_planner, warmup
+from jaxattn.engine.startup import capacity_planner, state_allocation
 from jaxattn.engine.startup.executable_memory import ExecutableMemory
 
 COMPILE, EXPORTER = jax.stages.Lowered.compile, compiler.DecodeStepExporter
-compile_steps, run_twice = compiler._compile, warmup.warm_up
+compile_steps, run_twice = compiler._compile, state_allocation.warm_up
 memory_of = capacity_planner.from_compiled
 _lazy, _keep = [False], [False]
 _lock = threading.Lock()  # protects `compiler.DecodeStepExporter`, which is patched
@@ -116,7 +116,7 @@ def use_lazy_steps(lazy: bool, *, keep: bool = False) -> None:
             ahead.
     """
     _lazy[0], _keep[0] = lazy, keep
-    compiler._compile, warmup.warm_up = _compile, _warm_up
+    compiler._compile, state_allocation.warm_up = _compile, _warm_up
     capacity_planner.from_compiled = _memory_of
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from jaxattn.server.app import build
-from jaxattn.server.http.connection import UvicornConfig
+from jaxattn.server.http.uvicorn_connection import UvicornConfig
 from jaxattn.server.runtime.engine_worker import EngineProtocol
 from jaxattn.server.runtime.service import ServedModel, Service
 from jaxattn.server.settings import ServerSettings

@@ -94,7 +94,7 @@ def test_a_checkpoint_is_a_slot_behind_the_live_ones():
             "caches 'latents' and 'others' both have an array 'kv_cache'",
         ),
         ((dataclasses.replace(STATES, layers=0),), "cache 'delta' has 0 layers"),
-        ((Taken(name="odd", layers=1),), "'odd' has an array 'arena', and 'arena' is another line"),
+        ((Taken(name="odd", layers=1),), "'odd' has an array 'arena', but 'arena' is another item"),
     ],
 )
 def test_caches_that_contradict_each_other_are_refused_by_name(caches, message):
@@ -144,7 +144,7 @@ def test_an_array_that_no_cache_has_is_named():
     state = jax.eval_shape(
         lambda: init_state(Hybrid(RECURRENT), CacheSize(pages=1, slots=1), ArenaSpec())
     )
-    with pytest.raises(KeyError, match="no cache has an array 'kv'; there are .*kv_cache"):
+    with pytest.raises(KeyError, match="no cache has an array 'kv'; the arrays are .*kv_cache"):
         state.array("kv")
 
 

@@ -121,13 +121,13 @@ def test_a_hybrid_of_latents_has_block_scaled_fp8():
 @pytest.mark.parametrize(
     "of, name, native, message",
     [
-        (model, "fp8_block", 0, "'fp8_block' is no format of GQA's cache, .* fp8, k8v4, 4bit_nc"),
+        (model, "fp8_block", 0, "'fp8_block' is not supported by GQA; .* fp8, k8v4, 4bit_nc"),
         (model, "k8v4", 0, "head_dim must be 64, 128 or 256 .*, got 16; use another cache format"),
-        (model, "fp8", 3, "native_layers=3 at each end are all of 5 layers"),
-        (model, "auto", 1, "give cache_format too"),
+        (model, "fp8", 3, "native_layers=3 at each end cover all 5 attention layers"),
+        (model, "auto", 1, "needs a cache_format other than"),
         (model, "int8", 0, f"must be one of {', '.join(CACHE_FORMATS)}"),
-        (lambda: Hybrid(SMALL), "fp8", 0, "no format of MLA's cache, .* auto, bfloat16, fp8_block"),
-        (lambda: Hybrid(SMALL), "4bit_nc", 0, "'4bit_nc' is no format of MLA's cache"),
+        (lambda: Hybrid(SMALL), "fp8", 0, "not supported by MLA; .* auto, bfloat16, fp8_block"),
+        (lambda: Hybrid(SMALL), "4bit_nc", 0, "'4bit_nc' is not supported by MLA"),
     ],
 )
 def test_what_a_family_lacks_is_refused_with_what_it_has(of, name, native, message):
@@ -139,7 +139,7 @@ def test_what_a_family_lacks_is_refused_with_what_it_has(of, name, native, messa
 def test_commands_refuse_a_format_in_one_line(main, capsys):
     assert main(["--kv-cache-dtype", "3bit_nc"]) == 2
     said = capsys.readouterr().err
-    assert "--kv-cache-dtype 3bit_nc is no format of" in said and "fp8" in said
+    assert "--kv-cache-dtype 3bit_nc is not supported by" in said and "fp8" in said
 
 
 @pytest.mark.usefixtures("untraced_bounds")
@@ -160,7 +160,7 @@ def test_slots_have_the_bytes_of_the_published_presets():
     # Qwen3-32B, k8v4 in 60 layers and bfloat16 in the first and last two.
     slots = 60 * KVFormat("k8v4", 128).nbytes + 4 * KVFormat("bfloat16", 128).nbytes
     assert 8 * slots == 110_464
-    with pytest.raises(ValueError, match="power of two dims, got 96"):
+    with pytest.raises(ValueError, match="power of two, got 96"):
         KVFormat("4bit_nc", 96)
 
 

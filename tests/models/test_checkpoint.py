@@ -150,9 +150,9 @@ def test_a_missing_folder_is_named(tmp_path):
             json.dumps(SMALL.to_dict() | {"rope": {"dim": 8, "theta": 1.5, "yarn": YARN}}),
             "configuration: RopeConfig: YaRN's ramp would begin at pair",
         ),
-        ('{"hidden_size": 1, "hidden_size": 2}', "'hidden_size' stands in it twice"),
+        ('{"hidden_size": 1, "hidden_size": 2}', "it contains 'hidden_size' twice"),
         ("[" * 100_000, "it is nested too deeply"),
-        (" " * (2**20 + 1), "has 1,048,577 bytes; a configuration has at most 1,048,576"),
+        (" " * (2**20 + 1), "has 1,048,577 bytes; a configuration may have at most 1,048,576"),
         (json.dumps(SMALL.to_dict() | {"gdn_per_repeat": 1_000_000}), "from 0 to 63; got 1000000"),
         (json.dumps(SMALL.to_dict() | {"num_repeats": 600}), "are 1,200 layers; at most 1,024"),
     ],
@@ -200,7 +200,7 @@ def test_nothing_reaches_a_device_before_all_is_checked(folder, monkeypatch):
 def test_a_file_cut_off_in_its_header_is_refused(folder, keep):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match="cut off or no safetensors file"):
+    with pytest.raises(CheckpointError, match="cut off or not a safetensors file"):
         native_format.load(folder)
 
 
@@ -234,7 +234,7 @@ def test_a_flipped_bit_names_its_tensor(folder):
     ("change", "message"),
     [
         (lambda h: h[OUT].pop("shape"), "has a damaged header"),
-        (lambda h: h[OUT].update(data_offsets=[0, 8]), f"'{OUT}' has 8 bytes where bfloat16"),
+        (lambda h: h[OUT].update(data_offsets=[0, 8]), f"'{OUT}' has 8 bytes, but bfloat16"),
         (lambda h: h[OUT].update(data_offsets=[-1024, 0]), "cut off|damaged"),
         (lambda h: h[OUT].update(shape="many"), "has a damaged header: .*shape must be a list"),
     ],

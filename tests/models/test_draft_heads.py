@@ -126,7 +126,7 @@ def test_a_model_without_a_head_is_refused_by_name(tmp_path):
     config = CONFIGS["glm4_moe_lite"] | dict(num_nextn_predict_layers=0, model_type="deepseek_v3")
     config |= dict(n_group=1, topk_group=1)  # DeepSeek-V3's default groups need more experts
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="there is no prediction layer"):
+    with pytest.raises(CheckpointError, match="needs a prediction layer"):
         read_config(tmp_path, draft_head=True)
     with pytest.raises(CheckpointError, match="model_type 'kimi_linear' has no draft head"):
         read_config(Path("tests/data/tiny_checkpoints/kimi_linear"), draft_head=True)
@@ -145,7 +145,10 @@ def test_a_prediction_layer_that_is_not_in_the_folder_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"speculate_by": "mtp"}, "speculate_by='mtp' guesses speculate=0 tokens"),
+        (
+            {"speculate_by": "mtp"},
+            "speculate_by='mtp' needs speculate from 1 to .* got speculate=0",
+        ),
         ({"speculate_by": "eagle", "speculate": 1}, "must be one of lookup, mtp"),
     ],
 )

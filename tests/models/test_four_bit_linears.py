@@ -155,14 +155,14 @@ def test_a_matrix_that_is_floats_in_a_layer_is_so_in_all(tmp_path):
 
 def test_gpus_divide_whole_tiles(root):
     model = small(root, 128)[2][0]
-    with pytest.raises(ShardingError, match="proj in 4 bits over 2 GPUs has parts of 64, no whole"):
+    with pytest.raises(ShardingError, match="proj in 4 bits over 2 GPUs has parts of 64, which"):
         divided(model, Parallel(tensor=2))
     model = small(root, 32)[2][0]
     local = divided(model, Parallel(tensor=2))
     shapes = local.param_shapes()["segments"][0]["layers"][0]["mlp"]
     assert shapes["up_proj"]["weight"].shape[1:3] == (2, 2)  # 128 rows, 128 columns
     assert shapes["down_proj"]["weight"].shape[1:3] == (2, 2)
-    with pytest.raises(ShardingError, match="no whole tiles of 64; use fewer"):
+    with pytest.raises(ShardingError, match="do not divide into tiles of 64; use fewer"):
         divided(model, Parallel(tensor=4))
 
 
@@ -176,6 +176,8 @@ def test_gpus_divide_whole_tiles_of_experts():
     assert found.layer.expert_size == 64
     np.testing.assert_array_equal(np.concatenate(mine, axis=-3), whole)
     wide = dataclasses.replace(experts, weight_format=FourBitFormat("int4", 128))
-    with pytest.raises(ShardingError, match="64 each, no whole tiles of 64 rows and 128 columns"):
+    with pytest.raises(
+        ShardingError, match="64 each, which do not divide into tiles of 64 rows and 128 columns"
+    ):
         divided_layer(wide, stream, Parallel(tensor=2))
     divided_layer(wide, stream, Parallel(tensor=2, expert=2))

@@ -109,7 +109,7 @@ def spoiled(tmp_path, metadata=(), tensors=(), drop=(), **options):
 
 
 REFUSED = {
-    "version": ({"version": 1}, "version 1 of GGUF"),
+    "version": ({"version": 1}, "GGUF version 1;"),
     "architecture": (
         {"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba' is not supported"
     ),
@@ -121,12 +121,12 @@ REFUSED = {
     "scaling": ({"metadata": {"llama.rope.scaling.type": "longrope",
                               "llama.rope.scaling.factor": 2.0}}, "longrope"),
     "llama 3": ({"tensors": {"rope_freqs.weight": ("F32", (8,), bytes(32))}},
-                "rope_freqs.weight has other numbers than Llama 3's scaling"),
-    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of the type IQ2_XXS"),
-    "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "of number 99"),
+                "rope_freqs.weight differs from Llama 3's RoPE scaling"),
+    "type": ({"tensors": {"output.weight": (16, (100, 64), bytes(9))}}, "' of type IQ2_XXS"),
+    "unheard type": ({"tensors": {"output.weight": (99, (100, 64), bytes(9))}}, "number 99"),
     "odd columns": ({"tensors": {"output.weight": ("Q8_0", (100, 65), bytes(9))}}, "blocks of 32"),
     "stranger": ({"tensors": {"blk.0.ffn_gate_exps.weight": ("F32", (2,), bytes(8))}},
-                 "none of the model's: 'blk.0.ffn_gate_exps.weight'"),
+                 "the model does not have: 'blk.0.ffn_gate_exps.weight'"),
     "missing": ({"drop": ["blk.1.ffn_up.weight"]}, "missing 'model.layers.1.mlp.up_proj.weight'"),
     "shape": ({"tensors": {"output_norm.weight": ("F32", (65,), bytes(260))}},
               "'model.norm.weight' float32[65], expected"),

@@ -97,7 +97,9 @@ def test_the_dense_layers_are_read_from_either_spelling():
 
 @pytest.mark.parametrize("words", [["dense", "sparse"], "dense", ["dense", "sparse", "linear"]])
 def test_words_that_are_not_the_layers_are_named(words):
-    with pytest.raises(ConfigError, match="mlp_layer_types must be a list of 3 words, 'dense' or"):
+    with pytest.raises(
+        ConfigError, match="mlp_layer_types must be a list of 3 values, each 'dense' or"
+    ):
         kinds(mlp_layer_types=words)
 
 
@@ -106,7 +108,7 @@ def test_words_that_are_not_the_layers_are_named(words):
     {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
 ])  # fmt: skip
 def test_heads_that_are_rotated_in_part_are_refused(changes):
-    with pytest.raises(ConfigError, match="partial_rotary_factor is implemented as 1.0 only"):
+    with pytest.raises(ConfigError, match="partial_rotary_factor must be 1.0 to be supported"):
         kinds(**changes)
 
 

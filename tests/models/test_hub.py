@@ -69,7 +69,7 @@ def test_only_the_shards_that_the_index_names_are_asked_for(fake):
 def test_an_index_cannot_ask_for_other_files(fake):
     index = {"weight_map": {"x": "../secret.safetensors"}}
     fake.models["org/shards"]["model.safetensors.index.json"] = json.dumps(index).encode()
-    with pytest.raises(CheckpointError, match="no shard of the folder"):
+    with pytest.raises(CheckpointError, match="not a .safetensors file"):
         fetch("org/shards")
     assert not any("secret" in path for _, path, _ in fake.asked)
 
@@ -196,12 +196,12 @@ def test_offline_takes_what_is_cached_and_asks_nobody(fake, monkeypatch):
     fetch("org/tiny", "v1")
     cache = constants.HF_HUB_CACHE
     with pytest.raises(
-        HubError, match=f"HF_HUB_OFFLINE is set, and org/tiny is not whole in {cache}"
+        HubError, match=f"HF_HUB_OFFLINE is set, but org/tiny is not complete in {cache}"
     ):
         fetch("org/tiny")
     (shard,) = Path(cache).rglob("model-00002*")
     shard.unlink()
-    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set, and org/shards is not whole in"):
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set, but org/shards is not complete in"):
         fetch("org/shards")
     assert fake.asked == []
 
@@ -225,7 +225,7 @@ def test_a_disk_without_room_is_said_before_the_transfer(fake, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1_000_000))
     with pytest.raises(
-        HubError, match=r"org/tiny needs [\d,]+ more bytes and .* has 1,000,000 free"
+        HubError, match=r"org/tiny needs [\d,]+ more bytes, but .* has 1,000,000 free"
     ):
         fetch("org/tiny")
     assert "model.safetensors" not in fake.got()
@@ -236,7 +236,7 @@ def test_a_disk_that_fills_up_is_named(fake, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hub_download, "hf_hub_download", full)
-    with pytest.raises(HubError, match="org/tiny: no room is left in .* set HF_HOME"):
+    with pytest.raises(HubError, match="org/tiny: no space is left in .* set HF_HOME"):
         fetch("org/tiny")
 
 

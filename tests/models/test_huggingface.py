@@ -195,10 +195,13 @@ def test_an_attention_factor_that_means_what_is_computed_changes_nothing():
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"attention_factor": 0.5}, "attention_factor is a length that no mscale"),
-        ({"attention_factor": 1e9}, "attention_factor is a length that no mscale"),
+        ({"attention_factor": 0.5}, "attention_factor must be the result of an mscale"),
+        ({"attention_factor": 1e9}, "attention_factor must be the result of an mscale"),
         ({"attention_factor": -1.0}, "attention_factor must be a finite number above 0"),
-        ({"attention_factor": 1.5, "factor": 1}, "attention_factor is a length that no mscale"),
+        (
+            {"attention_factor": 1.5, "factor": 1},
+            "attention_factor must be the result of an mscale",
+        ),
         ({"truncate": 1}, "truncate must be true or false; got 1"),
     ],
 )
@@ -241,9 +244,9 @@ def test_one_call_reads_folders_of_either_format(tmp_path):
     model, params = load(native_format.EMBEDDED)
     assert model == Hybrid(config)
     same(params, own)
-    with pytest.raises(ValueError, match="dtype='float32' is for folders from the hub"):
+    with pytest.raises(ValueError, match="dtype='float32' is only for folders from the hub"):
         load(native_format.EMBEDDED, dtype="float32")
     with pytest.raises(CheckpointError, match="config.json is missing"):
         load(tmp_path)
-    with pytest.raises(CheckpointError, match="no folder 'org/name'; fetch a model of the hub"):
+    with pytest.raises(CheckpointError, match="folder 'org/name' does not exist; download a model"):
         load("org/name")

@@ -271,10 +271,12 @@ def _heads_are_even(model) -> bool:
 
 def test_a_parameter_without_a_part_is_named():
     spec = Hybrid(CONFIG).spec
-    with pytest.raises(ValueError, match="how GPUs divide the parameter 'segments.0.layers.0.mix"):
+    with pytest.raises(
+        ValueError, match="no sharding rule for the parameter 'segments.0.layers.0.mix"
+    ):
         param_role(spec, ("segments", 0, "layers", 0, "mixer", "adapter", "weight"))
     with pytest.raises(
-        ValueError, match="'vision'; add it to jaxattn/models/catalog/param_roles.py"
+        ValueError, match="'vision'; add one to jaxattn/models/catalog/param_roles.py"
     ):
         param_role(spec, ("vision",))
 

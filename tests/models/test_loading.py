@@ -86,5 +86,5 @@ def test_a_model_of_fewer_tokens_is_another_model():
 
 @pytest.mark.parametrize("tokens", [0, 513])
 def test_an_embedding_has_not_more_tokens_than_rows(tokens):
-    with pytest.raises(ValueError, match=f"from 1 to the embedding's rows, 512; got {tokens}"):
+    with pytest.raises(ValueError, match=f"from 1 to the 512 rows of the embedding; got {tokens}"):
         read_folder(YOUTU).model.with_tokens(tokens)

@@ -128,7 +128,9 @@ def test_tiles_of_mxfp4_experts_are_gate_then_up():
 
 def test_experts_whose_shapes_no_kernel_reads_become_floats():
     assert set(huggingface_checkpoint.read_config(MXFP4).forms) == {None}  # of 96 columns
-    with pytest.raises(CheckpointError, match="experts='4bit' needs experts of whole tiles of 64"):
+    with pytest.raises(
+        CheckpointError, match="experts='4bit' needs experts that divide into tiles of 64"
+    ):
         huggingface_checkpoint.read_config(MXFP4, experts="4bit")
     with pytest.raises(CheckpointError, match="'4bit' needs a checkpoint in MXFP4 or INT4; .* fp8"):
         huggingface_checkpoint.read_config(FP8, experts="4bit")
@@ -389,7 +391,7 @@ def copied(tmp_path):
         (
             INT4,
             lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int64)}),
-            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
+            r"up_proj.weight_shape' is \[64, 32\], expected \[64, 64\]",
         ),
         (
             MXFP4,
@@ -407,7 +409,7 @@ def copied(tmp_path):
         (
             INT4,
             lambda t: t.update({f"{EXPERT}_shape": np.array([64, 32], np.int32)}),
-            r"up_proj.weight_shape' says \[64, 32\], expected \[64, 64\]",
+            r"up_proj.weight_shape' is \[64, 32\], expected \[64, 64\]",
         ),
         (
             INT4,
@@ -426,13 +428,15 @@ def test_tensors_that_do_not_fit_each_other_are_named(copied, folder, change, me
 
 def test_a_width_that_no_group_divides_is_named(copied):
     folder = copied(INT4, lambda t: None, {"moe_intermediate_size": 40})
-    with pytest.raises(CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is no matrix"):
+    with pytest.raises(
+        CheckpointError, match=r"down_proj.weight' is .* \[64, 40\] is not a matrix"
+    ):
         huggingface_checkpoint.load(folder)
 
 
 def test_a_width_that_no_group_of_mxfp4_divides_is_named(copied):
     folder = copied(MXFP4, lambda t: None, {"intermediate_size": 40})
-    with pytest.raises(CheckpointError, match=r"down_proj' is stored in MXFP4, and \[6, 40, 96\]"):
+    with pytest.raises(CheckpointError, match=r"down_proj' is stored in MXFP4, but \[6, 40, 96\]"):
         huggingface_checkpoint.load(folder)
 
 

@@ -116,13 +116,13 @@ def test_presets_of_3_bits_warn_and_others_do_not(recwarn):
     _warn_of_three_bits.cache_clear()
     model().with_cache_format("4bit_nc")
     assert not recwarn.list
-    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 64 keeps 3 bits"):
+    with pytest.warns(UserWarning, match="k3v4_nc at head_dim 64 stores 3 bits"):
         model().with_cache_format("k3v4_nc")
 
 
 def test_gpus_that_share_a_rows_pages_are_refused():
     coded = model().with_cache_format("k8v4")
-    with pytest.raises(ShardingError, match="those of k8v4 lie on one GPU; use context=1"):
+    with pytest.raises(ShardingError, match="which k8v4 does not support; use context=1"):
         divided(coded, Parallel(tensor=2, context=2))
     own = divided(coded, Parallel(tensor=2))
     (cache,) = own.caches

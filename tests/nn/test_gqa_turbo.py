@@ -116,7 +116,7 @@ def test_a_traced_row_beyond_its_table_is_nan():
 def test_pages_of_several_gpus_and_another_format_are_refused():
     made = module()
     args = dict(block_tables=TABLES, seq_lens=np.ones(2, np.int32), layer=0)
-    with pytest.raises(ValueError, match="context=2 spreads a row's pages; use context=1"):
+    with pytest.raises(ValueError, match="context=2 spreads a row's pages over GPUs"):
         made.prefill(
             tokens()[:, :1], empty(made), query_lens=np.ones(2, np.int32),
             parallel=Parallel(tensor=2, context=2), **args,

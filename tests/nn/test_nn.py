@@ -477,14 +477,14 @@ INDEXED = r"must be integers of shape \[2\], got "
         (
             dict(conv_state=np.zeros((5, 3, 28), np.float32)),
             ValueError,
-            r"conv_state \(5, 3, 28\) and ssm_state \(4, 2, 6, 8\) must have as many slots",
+            r"conv_state \(5, 3, 28\) and ssm_state \(4, 2, 6, 8\) must have the same number of",
         ),
         (
             dict(conv_state=CONV[None], ssm_state=np.stack([SSM, SSM]), layer=0),
             ValueError,
-            r"conv_state \(1, 4, 3, 28\) and ssm_state \(2, .* as many layers",
+            r"conv_state \(1, 4, 3, 28\) and ssm_state \(2, .* number of slots and of layers",
         ),
-        (dict(layer=0), ValueError, "pass layer with a stack"),
+        (dict(layer=0), ValueError, "give layer if and only if"),
     ],
 )
 @pytest.mark.parametrize("call", ["prefill", "decode"])
@@ -534,8 +534,12 @@ def test_gdn_prefill_takes_lists_and_does_not_read_the_lengths_of_padding_rows()
         (dict(seq_lens=None), TypeError, "seq_lens must be an array, got NoneType"),
         (dict(seq_lens=[3.0, 2]), TypeError, r"seq_lens must be integers, got float64 \(2,\)"),
         (dict(query_lens=[3.0, 2]), TypeError, r"query_lens must be integers, got float64"),
-        (dict(seq_lens=[3, -2]), ValueError, r"seq_lens \(2,\) holds -2, but no length is below 0"),
-        (dict(query_lens=[3, -2]), ValueError, r"query_lens \(2,\) holds -2, but no length is"),
+        (
+            dict(seq_lens=[3, -2]),
+            ValueError,
+            r"seq_lens \(2,\) holds -2, but lengths must be at least 0",
+        ),
+        (dict(query_lens=[3, -2]), ValueError, r"query_lens \(2,\) holds -2, but lengths must"),
         (dict(query_lens=LENS + 1), ValueError, r"query_lens \(2,\) holds 4, but x \(2, 3, 24\)"),
         (dict(block_tables=[[0.0], [1]]), TypeError, "block_tables must be integers, got float64"),
         (dict(block_tables=TABLES[:1]), ValueError, r"block_tables .*B = 1, but x .* B = 2"),

@@ -485,8 +485,8 @@ def test_explicit_axes_work_or_are_refused_by_name(name):
     if name not in REFUSING:
         jax.eval_shape(op, split)
         return
-    words = "is Explicit, .* give jax.make_mesh axis_types=.*Auto.* or call .* inside jax.shard_map"
-    with pytest.raises(TypeError, match=rf"^{REFUSING[name]}: .*axis 'b', which {words}"):
+    words = "of type Explicit, .* pass axis_types=.*Auto.* to jax.make_mesh, or call .* inside"
+    with pytest.raises(TypeError, match=rf"^{REFUSING[name]}: .*axis 'b' {words}"):
         jax.eval_shape(op, split)
     split, rest = placed(name, mesh())
     jax.eval_shape(op, split)  # over Auto axes it is traced

@@ -129,7 +129,7 @@ def test_traced_integers_that_no_int32_is():
             r"integers of shape \[B\], got float64\[1\]",
         ),
         ("read", dict(state_indices=3), ValueError, r"integers of shape \[B\], got int64\[\]"),
-        ("read", dict(layer=2), ValueError, r"layer=2 is not in pool \(2, 4, 5\), which has 2"),
+        ("read", dict(layer=2), ValueError, r"layer=2 is out of range: pool \(2, 4, 5\) has 2"),
         ("read", dict(pool=np.ones(3)), ValueError, r"with layer \[L, Z, ...\], got \[3\]"),
         ("write", dict(values=[1.0]), TypeError, "values must be an array, got list"),
         ("write", dict(values=np.ones((2, 1))), ValueError, r"= \[2, 5\], .* got \[2, 1\]"),

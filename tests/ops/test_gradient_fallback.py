@@ -102,7 +102,7 @@ def test_a_forward_kernel_without_a_backward_one_is_said():
     operands, scales = quantized_experts()
     (said,) = warnings_of(lambda *args: moe.mixture_of_experts(*args, **scales), operands, calls=2)
     assert said == (
-        "XLA computes the gradient: mixture_of_experts: the kernels have no gradient beside "
+        "XLA computes the gradient: mixture_of_experts: the kernels have no gradient with "
         "quantized weights"
     )
 
@@ -144,7 +144,7 @@ def test_a_second_gradient_is_refused_by_name(op, operands):
         return jnp.square(jax.tree.leaves(op(x, *operands[1:]))[0].astype(jnp.float32)).sum()
 
     name = "causal_attention" if op is causal else op.__name__
-    said = f"{name}: its kernel has no gradient; pass implementation='xla' to differentiate"
+    said = f"{name}: the kernel has no gradient; pass implementation='xla' to differentiate"
     with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
         jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).astype(jnp.float32).sum()), operands[0])
 
@@ -183,7 +183,7 @@ def test_a_decode_op_s_gradient_names_its_argument_and_what_to_use(name, transfo
         return jax.grad(loss)(x) if transform == "grad" else jax.jvp(loss, (x,), (x,))
 
     said = (
-        f"^{name}: its kernel has no gradient of {argument}; train with {instead}, or pass "
+        f"^{name}: the kernel has no gradient of {argument}; train with {instead}, or pass "
         "implementation='xla' to differentiate"
     )
     with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
@@ -200,7 +200,7 @@ def test_sinks_of_attention_to_lists_are_refused_by_name():
             1
         ].sum()
 
-    said = "^mla_sparse_decode: its kernel has no gradient of sinks"
+    said = "^mla_sparse_decode: the kernel has no gradient of sinks"
     with on_hopper(), kernels_untraced(True), pytest.raises(NotImplementedError, match=said):
         jax.eval_shape(jax.grad(loss), jnp.zeros(8))
 

@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_named():
         ((x, ids, weights, gate_up[:, :6], down), {}, ValueError, "must have 2 I = 8 rows"),
         ((x, ids[:3], weights, gate_up, down), {}, ValueError, "ids .* has T = 3|so T = 3"),
         ((x, ids, weights, stack, down), {}, ValueError, "a stack of layers; give layer="),
-        ((x, ids, weights, stack, down[None]), {"layer": 1}, ValueError, "layer=1 is not in"),
+        ((x, ids, weights, stack, down[None]), {"layer": 1}, ValueError, "layer=1 is out of range"),
         ((x, ids, weights, gate_up, down.astype("bfloat16")), {}, TypeError, "one dtype"),
         ((x, ids, weights, gate_up, down), {"arena": 3}, TypeError, "arena must be an Arena"),
         ((x, ids, weights, gate_up, down), {"down_scale": x}, ValueError, "have no down_scale"),

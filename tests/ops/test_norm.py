@@ -108,12 +108,12 @@ def test_shapes_that_do_not_fit_are_named():
 @pytest.mark.parametrize(
     "layer, error, words",
     [
-        (3, ValueError, r"layer=3 is not in weights \(3, 256\), which has 3"),
-        (-1, ValueError, "layer=-1 is not in"),
-        (np.int64(5), ValueError, "layer=5 is not in"),
-        (jnp.int32(-1), ValueError, "layer=-1 is not in"),
-        (LayerIndex(1, 3, 0), ValueError, "layer=3 is not in"),
-        (LayerIndex(jnp.int32(1), 3, 2), ValueError, "layer=5 is not in"),
+        (3, ValueError, r"layer=3 is out of range: weights \(3, 256\) has 3"),
+        (-1, ValueError, "layer=-1 is out of range"),
+        (np.int64(5), ValueError, "layer=5 is out of range"),
+        (jnp.int32(-1), ValueError, "layer=-1 is out of range"),
+        (LayerIndex(1, 3, 0), ValueError, "layer=3 is out of range"),
+        (LayerIndex(jnp.int32(1), 3, 2), ValueError, "layer=5 is out of range"),
         (True, TypeError, "layer must be an integer, got bool"),
         (1.0, TypeError, "layer must be an integer, got float"),
         (None, TypeError, "layer must be an integer, got NoneType"),

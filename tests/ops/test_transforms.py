@@ -15,7 +15,7 @@ import pytest
 from jax import export
 
 from jaxattn.core.dispatch import kernels_untraced
-from jaxattn.kernels.gqa.decode.fp8_operands import half_queries
+from jaxattn.kernels.gqa.decode.fp8_register_operands import half_queries
 from tests.helpers import every_kernel, every_op
 from tests.helpers.every_kernel import on_hopper
 

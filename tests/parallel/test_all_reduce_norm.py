@@ -69,7 +69,7 @@ def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
         jax.eval_shape(group.step(step, (whole, whole), whole), x, weights)
 
     for mailbox in (SymmetricBuffer.empty(4, 8, FEATURES), SymmetricBuffer.empty(2, 7, FEATURES)):
-        with pytest.raises(ValueError, match="the mailbox is of .* needs one of its own size"):
+        with pytest.raises(ValueError, match="the mailbox is for .* needs one of its own size"):
             run(mailbox)
     fits = SymmetricBuffer.empty(2, 8, FEATURES)
     run(fits)

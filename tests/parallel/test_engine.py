@@ -149,7 +149,7 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
     shapes = model.param_shapes()
     with pytest.raises(ValueError, match="tensor=3 does not divide the 4 value heads"):
         prepare(model, shapes, LIMITS, parallel=Parallel(tensor=3))
-    with pytest.raises(ValueError, match="is 4 GPUs, and 2 devices were given"):
+    with pytest.raises(ValueError, match="needs 4 GPUs, but 2 devices were given"):
         prepare(model, shapes, LIMITS, jax.devices()[:2], parallel=LAYOUT)
     other = dataclasses.replace(CONFIG, hidden_size=48)
     with pytest.raises(ValueError, match="parameter"):
@@ -160,7 +160,7 @@ def test_a_layout_that_has_no_devices_or_no_heads_is_refused_before_anything_is_
 def test_parameters_on_another_device_are_named_before_anything_is_compiled():
     one, other = jax.devices()[:2]
     elsewhere = jax.device_put(params(), other)
-    with pytest.raises(ValueError, match=r"parameter 'embedding.* lies on .*1, and the engine"):
+    with pytest.raises(ValueError, match=r"parameter 'embedding.* is on .*1, but the engine"):
         Engine(
             Hybrid(CONFIG),
             elsewhere,
@@ -195,7 +195,7 @@ def test_new_weights_over_a_group_are_those_of_one_device():
     one, group = engine(Parallel()), engine(LAYOUT)
     before = [each.tokens for each in group.generate(requests())]
     other = jax.tree.map(lambda x: x[..., ::-1].copy(), params())
-    with pytest.raises(ValueError, match=r"'norm.weight' lies as .*expect_updates"):
+    with pytest.raises(ValueError, match=r"parameter 'norm.weight' with .*expect_updates"):
         group.update(other)
     assert [each.tokens for each in group.generate(requests())] == before
     group.expect_updates(other)

@@ -102,7 +102,7 @@ def test_a_process_whose_leader_does_not_come_ends_with_one_line(monkeypatch):
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1] - 1
         with (
-            pytest.raises(Ended, match=f"no leader at 127.0.0.1:{port + 1}"),
+            pytest.raises(Ended, match=f"no connection to the leader at 127.0.0.1:{port + 1}"),
             multihost.joined(DistributedConfig(1, 2, f"127.0.0.1:{port}"), timeout=0.2),
         ):
             pytest.fail("it goes on alone")

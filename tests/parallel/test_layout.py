@@ -85,7 +85,7 @@ def test_a_number_that_is_none_is_refused():
         (
             HYBRID,
             dict(tensor=3),
-            "tensor=3 does not divide the 8 attention heads; possible are 1, 2",
+            "tensor=3 does not divide the 8 attention heads; possible values are 1, 2",
         ),
         (HYBRID, dict(tensor=16), "tensor=16 does not divide the 8 attention heads"),
         (HYBRID, dict(data=16, expert=16), "expert=16 does not divide the 8 experts"),

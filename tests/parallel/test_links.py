@@ -93,7 +93,9 @@ def test_messages_arrive_as_they_were_sent(linked):
     assert other.receive()[:2] == (transport.FORGET, None)
     assert other.receive().text == "naïve"
     leader.close()
-    with pytest.raises(HostError, match="the leader at .* is gone: it closed its connection"):
+    with pytest.raises(
+        HostError, match="the connection to the leader at .* failed: the other side closed it"
+    ):
         other.receive()
 
 
@@ -110,21 +112,21 @@ def test_messages_arrive_as_they_were_sent(linked):
 def test_what_is_no_process_of_this_engine_is_refused(linked, sent):
     leader, other = linked
     leader._connection.sendall(sent)
-    with pytest.raises(HostError, match="is no process of this engine"):
+    with pytest.raises(HostError, match="is not a process of this engine"):
         other.receive()
 
 
 def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_leader():
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(HostError, match="0 of 2 other processes came"):
+    with pytest.raises(HostError, match="0 of 2 other processes connected"):
         transport.listen_for_workers(address, 3, timeout=0.2)
-    with pytest.raises(HostError, match=f"no leader at {address}"):
+    with pytest.raises(HostError, match=f"no connection to the leader at {address}"):
         transport.connect_to_driver(address, timeout=0.2)
 
 
 def test_an_address_without_a_port_is_refused():
     for address in ("host", "host:", ":1", "host:port", "host:70000"):
-        with pytest.raises(ValueError, match="an address is HOST:PORT"):
+        with pytest.raises(ValueError, match="address must be HOST:PORT"):
             transport.host_and_port(address)
 
 
@@ -158,7 +160,7 @@ def test_processes_with_the_same_facts_agree(crews):
 def test_another_value_is_named_with_both_and_all_are_told(crews, name):
     leader, other, _, ended = crews
     facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}
-    message = f"differ in {name}: process 1 at 127.0.0.1 has other, and process 0 has {facts[name]}"
+    message = f"differ in {name}: process 1 at 127.0.0.1 has other, but process 0 has {facts[name]}"
     for raised in agreed(leader, other, facts, {**facts, name: "other"}):
         assert message in raised
     assert message in ended.wait()
@@ -168,7 +170,7 @@ def test_what_one_process_raises_ends_all(crews):
     leader, other, leaders_end, others_end = crews
     with pytest.raises(RuntimeError), other.together():
         raise RuntimeError("GPU 3 has 2 GB less\nthan planned")
-    message = "the group of processes ends: process 1: GPU 3 has 2 GB less than planned"
+    message = "the process group ends: process 1: GPU 3 has 2 GB less than planned"
     assert leaders_end.wait() == message
     assert others_end.messages == [message], "itself too, and once"
 
@@ -177,13 +179,13 @@ def test_a_process_that_is_gone_ends_the_others(crews):
     leader, other, leaders_end, _ = crews
     other._closed.set()
     other.links[0].close()
-    assert "is gone" in leaders_end.wait()
+    assert "the other side closed it" in leaders_end.wait()
 
 
 def test_a_process_that_says_nothing_ends_the_others(crews):
     leader, other, leaders_end, _ = crews
     other._closed.set()  # its thread sends no more; the connection is there
-    assert "has said nothing for" in leaders_end.wait()
+    assert "has sent nothing for" in leaders_end.wait()
 
 
 def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
@@ -201,7 +203,7 @@ def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
     while leaders.offer(transport.ALIVE, None, 1):  # the thread has not begun
         assert time.monotonic() < late
         time.sleep(0.01)
-    assert "has said nothing for" in end.wait(10)
+    assert "has sent nothing for" in end.wait(10)
     others._connection.close()
     sending.join(5)
     crew.close()
@@ -294,7 +296,9 @@ def test_a_step_that_does_not_end_names_the_process_that_is_behind(crews, sent):
     if sent:
         leader.sent(Never())
     message = leaders_end.wait()
-    assert "a step of process 0 has not ended" in message and "is behind by 1" in message
+    assert (
+        "a step of process 0 has been running for" in message and "is 1 step(s) behind" in message
+    )
     assert message in others_end.wait(), "the other ends with the same words"
 
 

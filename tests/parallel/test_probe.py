@@ -153,7 +153,7 @@ def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
     with mock.patch.object(nccl_memory, "_meet", lambda *_: wait.wait(60)):
         with pytest.raises(
-            nccl_memory.CollectiveError, match="did not meet in 0 s; XLA_FLAGS has to"
+            nccl_memory.CollectiveError, match="did not connect within 0 s; XLA_FLAGS must"
         ):
             nccl_memory._meet_in_time(group, 0.05)
     wait.set()
@@ -178,6 +178,6 @@ def test_each_set_has_that_time_of_its_own():
     with mock.patch.object(nccl_memory, "_meet", meet):
         nccl_memory._meet_in_time(group, 0.25)
     with mock.patch.object(nccl_memory, "_meet", partial(meet, waits=True)):
-        with pytest.raises(nccl_memory.CollectiveError, match="did not meet"):
+        with pytest.raises(nccl_memory.CollectiveError, match="did not connect"):
             nccl_memory._meet_in_time(group, 0.25)
     wait.set()

@@ -18,13 +18,13 @@ from tests.parallel.processes import STUCK
 ROOT = Path(__file__).parents[2]
 # What the leader says of what is wrong with process 1.
 FAULTS = {
-    "version": "the processes differ in jaxattn: process 1 at 127.0.0.1 has 0.9, and process 0 "
+    "version": "the processes differ in jaxattn: process 1 at 127.0.0.1 has 0.9, but process 0 "
     "has 1.0",
-    "checkpoint": "the processes differ in checkpoint: process 1 at 127.0.0.1 has aaaa, and "
+    "checkpoint": "the processes differ in checkpoint: process 1 at 127.0.0.1 has aaaa, but "
     "process 0 has 5f3c",
     "memory": "process 1: the plan takes 90 GB, and 80 GB are free",
-    "killed": "process 1 at 127.0.0.1 is gone",
-    "stuck": "process 1 at 127.0.0.1 is behind by 1",
+    "killed": "the connection to process 1 at 127.0.0.1 failed",
+    "stuck": "process 1 at 127.0.0.1 is 1 step(s) behind",
 }
 
 pytestmark = pytest.mark.slow(

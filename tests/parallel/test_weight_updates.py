@@ -85,7 +85,10 @@ def test_other_layouts_are_brought_into_the_engines_buffers(layers, tied, layout
     assert pointers(buffers) == before
     jax.tree.map(np.testing.assert_array_equal, given, trees[0])
     buffers.check(sharded[1], strict=True)
-    with pytest.raises(ValueError, match=r"'embedding' lies as .*; parameter .*expect_updates"):
+    with pytest.raises(
+        ValueError,
+        match=r"parameter 'embedding' with .*; parameter .*expect_updates",
+    ):
         buffers.check(trees[1], strict=True)
     buffers.compile_own()  # for those that it was made of, which are whole, as these are
     buffers.check(trees[1], strict=True)

@@ -220,16 +220,18 @@ def test_utilization_is_of_the_total_and_what_lies_outside_can_lower_it():
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.1, True, "0.9", float("nan")])
 def test_a_utilization_that_is_no_fraction_is_refused(value):
-    with pytest.raises(ValueError, match="utilization is a fraction of the device's total memory"):
+    with pytest.raises(
+        ValueError, match="utilization must be a fraction of the device's total memory"
+    ):
         Limits(utilization=value)
 
 
 def test_the_line_that_does_not_fit_is_named():
     items = (PlanItem("weights", 60, "w"), PlanItem("kv cache", 50, "k"), PlanItem("temp", 5, "t"))
-    with pytest.raises(PlanError, match="115 .* 100 are allowed, 1 of 100 .* is the kv cache"):
+    with pytest.raises(PlanError, match="115 .* 100 are allowed: 1 of 100 .* is the kv cache"):
         MemoryPlan(items, MemoryBudget("x", 100)).check()
     driver = (*items[:1], PlanItem("driver", 100, "d", outside=True))
-    with pytest.raises(PlanError, match="the line that does not fit is the driver"):
+    with pytest.raises(PlanError, match="the item that does not fit is the driver"):
         MemoryPlan(driver, MemoryBudget("x", 100)).check()
 
 
@@ -242,7 +244,9 @@ def test_devices_have_names_or_sizes(name, total):
 
 @pytest.mark.parametrize("name", ["b200x", "", "GiB", "-4GiB", "0GiB", "1e9GiB"])
 def test_an_unknown_device_is_refused_with_those_that_are_known(name):
-    with pytest.raises(DeviceError, match="use one of h200, h100, h20, or its memory, as in 96GiB"):
+    with pytest.raises(
+        DeviceError, match="use one of h200, h100, h20, or its memory such as 96GiB"
+    ):
         known_device(name)
 
 
@@ -266,17 +270,16 @@ def test_a_plan_without_an_engine_takes_no_more_than_is_free(name):
     assert made["in use"] == total - free
     assert made.inside + made["driver"] <= free < empty.inside + empty["driver"]
     assert 0 < made["kv cache"] < empty["kv cache"]
-    assert made.budget.reason(made.outside) == f"what {made.outside:,} outside of it leave of " + (
-        f"{total:,} (x)"
-    )
-    with pytest.raises(PlanError, match=r"what [\d,]+ outside of it leave of"):
+    said = f"{total:,} less {made.outside:,} outside of JAX's allocator (x)"
+    assert made.budget.reason(made.outside) == said
+    with pytest.raises(PlanError, match=r"less [\d,]+ outside of JAX's allocator"):
         plan(model, DeviceMemory("x", total, free=total // 8), limits)
 
 
 def test_memory_that_contradicts_itself_is_refused():
-    with pytest.raises(DeviceError, match="at least one byte"):
+    with pytest.raises(DeviceError, match="at least 1 byte"):
         DeviceMemory("x", 0)
-    with pytest.raises(DeviceError, match="2,000 bytes free of 1,000"):
+    with pytest.raises(DeviceError, match="the free bytes must be from 0 to 1,000; got 2,000"):
         DeviceMemory("x", 1000, free=2000)
 
 
@@ -443,7 +446,7 @@ def test_without_pages_the_cache_gets_what_the_rest_leaves():
 def test_what_would_help_the_decoder_helps_with_its_temp_too():
     model = Hybrid(SMALLEST)  # one layer, as each batch that is tried is traced
     device = device_for(3, model)
-    with pytest.raises(PlanError, match="pages are left, and one row of 256 .* takes 4") as caught:
+    with pytest.raises(PlanError, match="pages are left, but one row of 256 .* needs 4") as caught:
         plan(model, device, MANY_ROWS)
     advised = re.fullmatch(r"batch ([\d,]+) with ([\d,]+) pages", caught.value.advice[0])
     batch, pages = (int(number.replace(",", "")) for number in advised.groups())
@@ -533,7 +536,7 @@ def test_a_model_that_does_not_fit_prints_the_table_the_line_and_what_would_help
     assert main(["DeepSeek-R1", "--gpus", "4"]) == 2
     printed = capsys.readouterr()
     assert "missing" in printed.out and "weights" in printed.out
-    assert "the line that does not fit is the weights" in printed.err
+    assert "the item that does not fit is the weights" in printed.err
     assert "8 GPUs (--gpus 8)" in printed.err and printed.err.count("\n") == 1
 
 
@@ -542,13 +545,13 @@ def test_the_fewest_gpus_are_advised_wherever_one_starts(capsys):
     # 7 ways divide neither its heads nor its experts.
     for gpus in (1, 6):
         assert main(["DeepSeek-R1", "--gpus", str(gpus)]) == 2
-        assert "what would make it fit: 8 GPUs (--gpus 8)" in capsys.readouterr().err
+        assert "to make it fit, use 8 GPUs (--gpus 8)" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("untraced_bounds")
 def test_a_group_that_no_layout_serves_is_counted_if_attention_says_how(capsys):
     assert main(["DeepSeek-R1", "--gpus", "4", "--attention", "data"]) == 2
-    assert "what would make it fit: 7 GPUs (--gpus 7)" in capsys.readouterr().err
+    assert "to make it fit, use 7 GPUs (--gpus 7)" in capsys.readouterr().err
     assert main(["DeepSeek-R1", "--gpus", "7", "--attention", "data"]) == 0
     out = capsys.readouterr().out
     assert "one of them: 128 rows per GPU" in out and "layout" not in out.partition("- ")[0]
@@ -559,8 +562,8 @@ def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
     arguments = ["DeepSeek-V2-Lite", "--device", "32GiB", "--utilization", "1", "--batch", "1"]
     assert main([*arguments, "--max-model-len", "160k", "--prefill-chunk", "64"]) == 2
     error = capsys.readouterr().err
-    assert "the line that does not fit is the kv cache: " in error
-    assert "one row of 163,840 tokens takes 2,560" in error
+    assert "the item that does not fit is the kv cache: " in error
+    assert "one row of 163,840 tokens needs 2,560" in error
     for fix in ("2 GPUs", "--max-model-len"):
         assert fix in error, error
 
@@ -575,11 +578,11 @@ BAD_INPUT = {
     "no gpus": (["DeepSeek-R1", "--gpus", "0"], "argument --gpus: '0' is not a size"),
     "more gpus than experts": (
         ["DeepSeek-V2-Lite", "--gpus", "65", "--attention", "data"],
-        "--gpus 65 is more than DeepSeek-V2-Lite's 64 experts",
+        "--gpus 65 exceeds DeepSeek-V2-Lite's 64 experts",
     ),
     "no layout": (
         ["DeepSeek-V2-Lite", "--gpus", "3", "--batch", "128"],
-        "DeepSeek-V2-Lite has no layout of 3 GPUs; --data 4 is one of 4 GPUs",
+        "DeepSeek-V2-Lite has no layout for 3 GPUs; for 4 GPUs, use --data 4",
     ),
     "revision": (["DeepSeek-R1", "--revision", "main"], "--revision is for a name on the hub"),
     "heads": (
@@ -593,7 +596,7 @@ BAD_INPUT = {
     ),
     "length": (
         ["DeepSeek-R1", "--max-model-len", "1m"],
-        "--max-model-len 1048576 is longer than DeepSeek-R1's 163,840",
+        "--max-model-len 1048576 exceeds DeepSeek-R1's 163,840",
     ),
     "utilization": (["DeepSeek-R1", "--utilization", "98"], "'98' is not a fraction"),
     "cache dtype": (["DeepSeek-R1", "--cache-dtype", "int4"], "invalid choice: 'int4'"),

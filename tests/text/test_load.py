@@ -226,7 +226,7 @@ WRONG = [
     (TOKENIZER, {"bos_token": 3}, "bos_token must be a text or an object with a text `content`"),
     (TOKENIZER, {"bos_token": {"content": None}}, "bos_token must be a text or an object"),
     (TOKENIZER, {"add_bos_token": "yes"}, "add_bos_token must be true or false; got 'yes'"),
-    (TOKENIZER, {"tokenizer_class": 1}, "tokenizer_class must be a text"),
+    (TOKENIZER, {"tokenizer_class": 1}, "tokenizer_class must be a string"),
     (TOKENIZER, {"additional_special_tokens": "x"}, "must be a list of tokens"),
     (TOKENIZER, {"added_tokens_decoder": {"x": {"content": "a"}}}, "must be an entry of an id"),
     (TOKENIZER, {"added_tokens_decoder": {"1": {"content": ""}}}, "must be an entry of an id"),

@@ -207,7 +207,8 @@ class KVFormat:
             raise ValueError(f"KVFormat: name must be one of {names}, got {self.name!r}")
         if self.name in TURBOQUANT and self.head_dim & (self.head_dim - 1):
             raise ValueError(
-                f"KVFormat: {self.name} rotates heads of a power of two dims, got {self.head_dim}"
+                f"KVFormat: {self.name} needs a head_dim that is a power of two, got "
+                f"{self.head_dim}"
             )
 
     @classmethod

@@ -139,7 +139,7 @@ def check_pool(
         raise ValueError(f"{op}: {name} must be [Z, {want}] or [L, Z, {want}], got {pool.shape}")
     if (pool.ndim == ranks[1]) != (layer is not None):
         raise ValueError(
-            f"{op}: pass layer with a stack of {ranks[1]} dimensions, and only then; "
+            f"{op}: give layer if and only if the pool is a stack of {ranks[1]} dimensions; "
             f"{name} has shape {pool.shape} and layer={layer!r}"
         )
     if layer is not None:
@@ -205,7 +205,7 @@ def write_slots(
         writes = np.where(reads[:, None] >= 0, writes, -1)
     if np.any(writes < -1) or np.any(writes >= size):
         raise ValueError(
-            f"{op}: {name} must lie in [-1, {size}), where -1 keeps nothing, got {writes.tolist()}"
+            f"{op}: {name} must lie in [-1, {size}), where -1 stores nothing, got {writes.tolist()}"
         )
     values, counts = np.unique(writes[writes >= 0], return_counts=True)
     if np.any(counts > 1):
@@ -236,7 +236,9 @@ def each_write(writes: Array, used: Array, tokens: int) -> list[tuple[int, Array
 def check_cu_seqlens(op: str, cu_seqlens: Array, batch: int, length: int) -> None:
     """Raises unless `cu_seqlens` fits `[1, length]`; checks only concrete values."""
     if batch != 1:
-        raise ValueError(f"{op}: cu_seqlens needs batch 1, all sequences in one row; got {batch}")
+        raise ValueError(
+            f"{op}: cu_seqlens needs batch 1, with all sequences in one row; got {batch}"
+        )
     fits = cu_seqlens.ndim == 1 and cu_seqlens.shape[0] >= 2
     check_integers(op, "cu_seqlens", cu_seqlens, "[n + 1] with n >= 1", fits=fits)
     if isinstance(cu_seqlens, jax.core.Tracer):

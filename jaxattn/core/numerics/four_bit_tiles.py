@@ -58,8 +58,9 @@ class FourBitFormat:
             served = self.group in INT4_GROUPS and self.scale in INT4_SCALES
         if not served:
             raise ValueError(
-                f"{self} is not implemented: MXFP4 has e8m0 scales of {MXFP4_GROUP} columns and no "
-                f"zero points, INT4 has bfloat16 or float16 scales of {INT4_GROUPS} columns"
+                f"{self} is not implemented: MXFP4 needs e8m0 scales of {MXFP4_GROUP} columns and "
+                f"no zero points, and INT4 needs bfloat16 or float16 scales of {INT4_GROUPS} "
+                "columns"
             )
 
     @property
@@ -106,7 +107,7 @@ class FourBitFormat:
         """
         if not self.fits(rows, columns):
             raise ValueError(
-                f"a matrix [{rows}, {columns}] is not whole tiles of {ROWS} x {self.columns}"
+                f"matrix [{rows}, {columns}] does not divide into tiles of {ROWS} x {self.columns}"
             )
         return rows // ROWS, columns // self.columns, self.tile_bytes
 

@@ -156,11 +156,11 @@ class RopeConfig:
         kinds = [name for name, is_so in given.items() if is_so]
         if kinds and self.theta is None:
             raise ValueError(
-                f"RopeConfig.theta must be a number, which {kinds[0]} stretches; got None"
+                f"RopeConfig.theta must be a number, as {kinds[0]} scales its frequencies; got None"
             )
         if len(kinds) > 1:
             raise ValueError(
-                f"RopeConfig: {kinds[0]} and {kinds[1]} both stretch the context; give one"
+                f"RopeConfig: {kinds[0]} and {kinds[1]} both stretch the context; give only one"
             )
         if self.yarn is not None and self.theta is not None:
             _ramp(self.dim, self.theta, self.yarn)
@@ -293,12 +293,14 @@ def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[i
     if not isinstance(given, Rotation):
         found = str(getattr(given, "dtype", type(given).__name__))
         raise TypeError(
-            f"{op}: rotation must be what jaxattn.rotation returns, got {found} "
-            f"{getattr(given, 'shape', '')}".rstrip()
+            (
+                f"{op}: rotation must be a result of jaxattn.rotation, got {found} "
+                f"{getattr(given, 'shape', '')}"
+            ).rstrip()
         )
     if given.angles.shape != (*tokens, 2 * config.dim):
         raise ValueError(
-            f"{op}: rotation must be of positions [B, S] = {[*tokens]} and {config.dim=}, got "
+            f"{op}: rotation must be for positions [B, S] = {[*tokens]} and {config.dim=}, got "
             f"angles {given.angles.shape}"
         )
 

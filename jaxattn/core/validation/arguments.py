@@ -133,8 +133,8 @@ class OpArguments:
         """
         most = max_pages * page_size
         but = (
-            f"{max_pages=} of {page_size=} tokens reach {most}; give wider block_tables, and their "
-            "width"
+            f"{max_pages=} of {page_size=} tokens reach {most}; give wider block_tables, and "
+            "their width as max_pages"
         )
         return self.lengths("seq_lens", seq_lens, most, but)[1]
 
@@ -201,7 +201,7 @@ class OpArguments:
             known = keep_concrete(x)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{self.op}: {title} must be integers in rows of one length, got "
+                f"{self.op}: {title} must be integers in rows of equal length, got "
                 f"{type(x).__name__} {_shortened(x)}"
             ) from None
         if isinstance(x, list | tuple) and known.size == 0:
@@ -224,7 +224,8 @@ class OpArguments:
             for value in (known.min(), known.max()) if known.size else ():
                 if not -MOST - 1 <= int(value) <= MOST:
                     raise ValueError(
-                        f"{self.op}: {name} {known.shape} holds {value}, which no int32 is"
+                        f"{self.op}: {name} {known.shape} holds {value}, which does not fit in "
+                        "int32"
                     )
             return known.astype(np.int32)
         wide = jnp.iinfo(known.dtype)
@@ -255,8 +256,8 @@ class OpArguments:
             raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")
         if (shortest := int(np.asarray(lengths).min())) < 0:
             raise ValueError(
-                f"{self.op}: {described} holds {shortest}, but no length is below 0; a padding row "
-                "has 0"
+                f"{self.op}: {described} holds {shortest}, but lengths must be at least 0; a "
+                "padding row has 0"
             )
 
 

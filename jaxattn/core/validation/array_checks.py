@@ -58,8 +58,8 @@ def check_array(op: str, name: str, x: Any) -> None:
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")
     if not isinstance(x, jax.core.Tracer) and isinstance(x, jax.Array) and x.is_deleted():
         raise ValueError(
-            f"{op}: {name} {x.shape} is deleted: it was donated to an earlier call; go on with "
-            "what that call returned"
+            f"{op}: {name} {x.shape} is deleted: it was donated to an earlier call; use the array "
+            "that the call returned"
         )
 
 
@@ -175,8 +175,8 @@ def check_positive(op: str, name: str, value: int | float | np.floating) -> floa
         value = float(value)  # a float16 would round the bounds to 0 and infinity
     if not LEAST_FLOAT32 <= value <= MOST_FLOAT32:
         raise ValueError(
-            f"{op}: {name} must be positive and finite, got {str(value):.40}; float32 has numbers "
-            "from 1.2e-38 to 3.4e38"
+            f"{op}: {name} must be positive and finite, got {str(value):.40}; positive float32 "
+            "numbers range from 1.2e-38 to 3.4e38"
         )
     return float(value)
 
@@ -200,14 +200,14 @@ def check_features(
     check_array(op, "x", x)
     check_dtype(op, "x", x, *FLOATS)
     if not x.shape or x.shape[-1] != weights[of]:
-        raise ValueError(f"{op}: x {tuple(x.shape)} must have the {axis} of {name} {weights} last")
+        raise ValueError(f"{op}: x {tuple(x.shape)} must end in the {axis} of {name} {weights}")
 
 
 def check_arena(op: str, arena: Any) -> None:
     """Raises TypeError unless the argument is an `Arena` or None."""
     if arena is not None and not isinstance(arena, Arena):
         raise TypeError(
-            f"{op}: arena must be an Arena, as Arena.allocate(...scratch(...)) makes it, got "
+            f"{op}: arena must be an Arena from Arena.allocate(...scratch(...)), got "
             f"{type(arena).__name__}"
         )
 
@@ -224,4 +224,6 @@ def check_layer(op: str, name: str, stack: tuple[int, ...], layer: Any) -> None:
     elif isinstance(layer, bool) or not hasattr(layer, "__index__"):
         raise TypeError(f"{op}: layer must be an integer, got {type(layer).__name__}")
     if not 0 <= operator.index(layer) < stack[0]:
-        raise ValueError(f"{op}: layer={int(layer)} is not in {name} {stack}, which has {stack[0]}")
+        raise ValueError(
+            f"{op}: layer={int(layer)} is out of range: {name} {stack} has {stack[0]} layers"
+        )

@@ -105,10 +105,10 @@ class Text:
 
     def __call__(self, name: str, value: Any) -> str:
         if not isinstance(value, str) or len(value) < self.least:
-            raise ValueError(f"{name} must be a text; got {short_repr(value)}")
+            raise ValueError(f"{name} must be a string; got {short_repr(value)}")
         if self.most is not None and len(value) > self.most:
             raise ValueError(
-                f"{name} must be at most {self.most:,} characters, and has {len(value):,}; got "
+                f"{name} must have at most {self.most:,} characters, but has {len(value):,}; got "
                 f"{short_repr(value)}"
             )
         return value
@@ -178,7 +178,7 @@ def rules(config: type) -> dict[str, Rule]:
     found = {}
     for field in dataclasses.fields(config):
         if not getattr(field.type, "__metadata__", ()):
-            raise TypeError(f"{config.__name__}.{field.name}: its type has no rule")
+            raise TypeError(f"{config.__name__}.{field.name}: the type has no validation rule")
         found[field.name] = field.type.__metadata__[0]  # type: ignore[union-attr]
     return found
 
@@ -214,7 +214,9 @@ def from_dict(config: Any, values: Any, path: str = "") -> Any:
     prefix, known = f"{path}." if path else "", rules(config)
     unknown = [f"{prefix}{name}" for name in values if name not in known]
     if unknown:
-        raise ValueError(f"unknown field {short_list(unknown)}; known are {', '.join(known)}")
+        raise ValueError(
+            f"unknown field {short_list(unknown)}; known fields are {', '.join(known)}"
+        )
     for field in dataclasses.fields(config):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in values:

@@ -63,6 +63,6 @@ def check_write_conflicts(op: str, tables: Any, lengths: Any, new: Any, page: in
                 other, there = others[0]
                 raise ValueError(
                     f"{op}: row {row} writes its token {first[column] + place} to page {number}, "
-                    f"place {place}, where row {other} has its token {first[there] + place}; give "
-                    "each row pages of its own where it writes"
+                    f"place {place}, where row {other} has its token {first[there] + place}; rows "
+                    "must not share the pages that they write to"
                 )

@@ -49,8 +49,8 @@ def refuse_explicit_axes(op: str, *arrays: Any) -> None:
         if split:
             axes = ", ".join(repr(axis) for axis in sorted(split, key=str))
             raise TypeError(
-                f"{op}: an argument of shape {tuple(x.shape)} is split over the mesh axis {axes}, "
-                "which is Explicit, jax.make_mesh's default; give jax.make_mesh "
-                "axis_types=(jax.sharding.AxisType.Auto,) for each axis, or call the op inside "
-                "jax.shard_map"
+                f"{op}: an argument of shape {tuple(x.shape)} is split over the mesh axis {axes} "
+                "of type Explicit, the default of jax.make_mesh; pass "
+                "axis_types=(jax.sharding.AxisType.Auto,) for each axis to jax.make_mesh, or "
+                "call the op inside jax.shard_map"
             )

@@ -234,11 +234,11 @@ def stable_repr(value: object) -> str:
             f"{f.name}={stable_repr(getattr(value, f.name))}" for f in dataclasses.fields(value)
         )
         return f"{_name(type(value))}({', '.join(fields)})"
-    raise UnstableReprError(f"{type(value).__name__} cannot be written down")
+    raise UnstableReprError(f"{type(value).__name__} has no stable representation")
 
 
 def _name(kind: type) -> str:
     """Returns the name of a class of this package, whose source is part of the hash."""
     if kind.__module__.partition(".")[0] != PACKAGE.name:
-        raise UnstableReprError(f"{kind.__module__}.{kind.__qualname__} is of another package")
+        raise UnstableReprError(f"{kind.__module__}.{kind.__qualname__} belongs to another package")
     return f"{kind.__module__}.{kind.__qualname__}"

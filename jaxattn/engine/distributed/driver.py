@@ -113,7 +113,7 @@ class DriverRunner(ModelRunner):
         steps: int = 1,
         drafts: bool = True,
     ) -> jax.Array:
-        assert steps == 1, "several devices run steps one by one"
+        assert steps == 1, "several devices run one step at a time"
         self._tell(DECODE, places, int(level), int(words is not None))
         self.crew.begin()
         masks = words and functools.partial(self._told, words)
@@ -158,7 +158,7 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
         if kind == FORGET:
             runner.forget()
             continue
-        assert array is not None, "all others have one"
+        assert array is not None, "every other message has an array"
         crew.begin()
         if kind == UPDATE:
             runner.update(array)
@@ -187,5 +187,5 @@ def _array(link: TransportLink, due: int) -> np.ndarray:
     """Receives an array that belongs to a step: masks before it samples, or the tokens to score."""
     kind, array, _ = link.receive()
     if kind != due or array is None:
-        raise HostError(f"{link.name} sends a message {kind} where a message {due} is due")
+        raise HostError(f"{link.name} sent message {kind}, but message {due} was expected")
     return array

@@ -133,7 +133,7 @@ class ProcessGroup:
             [link] = self.links
             link.send_text(FACTS, json.dumps({"process": str(self.rank), **facts}))
             if link.receive().kind != AGREED:
-                raise HostError(f"{link.name} is no process of this engine")
+                raise HostError(f"{link.name} is not a process of this engine")
             return
         for link in self.links:
             found = json.loads(link.receive().text)
@@ -141,8 +141,8 @@ class ProcessGroup:
             for name in dict.fromkeys([*facts, *found]):
                 if found.get(name) != facts.get(name):
                     message = (
-                        f"the processes differ in {name}: {link.name} has {found.get(name)}, and "
-                        f"process 0 has {facts.get(name)}; start all of them with the same"
+                        f"the processes differ in {name}: {link.name} has {found.get(name)}, but "
+                        f"process 0 has {facts.get(name)}; start all of them with the same value"
                     )
                     self.end_all(message)
                     raise HostError(message)
@@ -199,8 +199,8 @@ class ProcessGroup:
                 quiet = time.monotonic() - link.heard
                 if quiet > self._silent:
                     self.end_all(
-                        f"{link.name} has said nothing for {quiet:.0f} s: it is stopped, or its "
-                        "host is gone"
+                        f"{link.name} has sent nothing for {quiet:.0f} s: it has stopped, or its "
+                        "host is unreachable"
                     )
                     return
                 try:
@@ -225,12 +225,12 @@ class ProcessGroup:
         if done is not None and (done.is_deleted() or done.is_ready()):
             return None
         behind = [
-            f"{link.name} is behind by {self._begun - link.taken}"
+            f"{link.name} is {self._begun - link.taken} step(s) behind"
             for link in self.links
             if link.taken < self._begun
         ]
-        reason = ", ".join(behind) or "the devices do not finish it"
-        return f"a step of process {self.rank} has not ended for {took:.0f} s: {reason}"
+        reason = ", ".join(behind) or "the devices do not finish the step"
+        return f"a step of process {self.rank} has been running for {took:.0f} s: {reason}"
 
     def _heard_end(self, error: HostError | None) -> None:
         if error is None:  # the leader is done
@@ -242,4 +242,4 @@ class ProcessGroup:
         """Ends all processes, including this one, with a message. Later calls have no effect."""
         if not self._closed.is_set():
             self.fail(message)
-            self._end(f"the group of processes ends: {message}")
+            self._end(f"the process group ends: {message}")

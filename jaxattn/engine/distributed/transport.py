@@ -107,7 +107,9 @@ class TransportLink:
         try:
             self._connection.sendall(message)
         except OSError as error:
-            raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
+            raise HostError(
+                f"the connection to {self.name} failed: {error.strerror or error}"
+            ) from error
 
     def receive(self) -> TransportMessage:
         """Returns the next message that is not ALIVE.
@@ -173,7 +175,7 @@ class TransportLink:
         shape = tuple(int(side) for side in head[3 : 3 + head[2]])
         known = head[0] == MAGIC and 0 <= head[2] <= 2 and 0 <= head[1] <= ALIVE
         if not known or min(shape, default=0) < 0 or int(np.prod(shape)) > MOST_NUMBERS:
-            raise HostError(f"{self.name} is no process of this engine")
+            raise HostError(f"{self.name} is not a process of this engine")
         array = None
         if shape:
             data = self._read(4 * int(np.prod(shape)))
@@ -186,9 +188,11 @@ class TransportLink:
             try:
                 part = self._connection.recv(size - len(found))
             except OSError as error:
-                raise HostError(f"{self.name} is gone: {error.strerror or error}") from error
+                raise HostError(
+                    f"the connection to {self.name} failed: {error.strerror or error}"
+                ) from error
             if not part:
-                raise HostError(f"{self.name} is gone: it closed its connection")
+                raise HostError(f"the connection to {self.name} failed: the other side closed it")
             found += part
         return bytes(found)
 
@@ -229,8 +233,8 @@ def listen_for_workers(
                 connection, (name, *_) = server.accept()
             except TimeoutError as error:
                 raise HostError(
-                    f"{len(links)} of {processes - 1} other processes came to {address} in "
-                    f"{timeout:.0f} s; start the others, or give another number of processes"
+                    f"{len(links)} of {processes - 1} other processes connected to {address} "
+                    f"within {timeout:.0f} s; start the others, or change the number of processes"
                 ) from error
             connection.settimeout(None)
             links.append(TransportLink(connection, f"a process at {name}"))
@@ -252,7 +256,8 @@ def connect_to_driver(address: str, *, timeout: float = 300.0) -> TransportLink:
         except OSError as error:
             if time.monotonic() > end:
                 raise HostError(
-                    f"no leader at {address} in {timeout:.0f} s: {error.strerror or error}"
+                    f"no connection to the leader at {address} within {timeout:.0f} s: "
+                    f"{error.strerror or error}"
                 ) from error
             time.sleep(0.2)
 
@@ -265,5 +270,5 @@ def host_and_port(address: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"an address is HOST:PORT; got {address!r}")
+        raise ValueError(f"address must be HOST:PORT; got {address!r}")
     return host.strip("[]"), int(port)

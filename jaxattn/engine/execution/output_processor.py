@@ -24,7 +24,7 @@ from jaxattn.engine.scheduling.request_state import RunningRequest, WaitingReque
 from jaxattn.engine.scheduling.scheduler import Scheduler
 from jaxattn.engine.steps.token_selection import FinishCode
 
-NOT_FINITE = "the model's logits held NaN or infinity"
+NOT_FINITE = "the model's logits contained NaN or infinity"
 Detokenize = Callable[[Sequence[int]], str]
 # Makes a TokenEvent of (request, token, logprobs, version) in C; TokenEvent(...) runs Python code.
 _TOKEN_EVENT: Callable[[tuple[Any, ...]], TokenEvent] = functools.partial(tuple.__new__, TokenEvent)
@@ -125,7 +125,7 @@ class OutputProcessor:
         if end == FinishCode.NOT_FINITE:
             detail = NOT_FINITE
             if row.request.grammar is not None:
-                detail += ", or its grammar allowed no token"
+                detail += ", or the request's grammar allowed no token"
             self.end(row, FinishReason.NOT_FINITE, detail)
             return
         if not row.request.max_tokens:  # the sampled token is not part of the completion

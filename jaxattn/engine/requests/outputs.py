@@ -173,7 +173,7 @@ def logprob_array(
     for place, (line, text) in enumerate(zip(found, texts, strict=True)):
         if len(text) > length:
             raise ValueError(
-                f"logprob_array: text {place} has {len(text)} tokens, and length is {length}"
+                f"logprob_array: text {place} has {len(text)} tokens, more than {length=}"
             )
         if isinstance(text, PromptLogprobs):
             line[: len(text)] = text.tokens

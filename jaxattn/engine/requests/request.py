@@ -137,7 +137,9 @@ class Request:
             if not isinstance(text, str):
                 raise TypeError(f"stop_strings must be strings, got {text!r}")
             if not text:
-                raise ValueError("stop_strings has an empty string, which would end every row")
+                raise ValueError(
+                    "stop_strings contains an empty string, which would match any text"
+                )
         optional = ("seed", "logprobs", "prompt_logprobs", "id")
         for name in ("max_tokens", "top_k", "priority", *optional):
             value = getattr(self, name)
@@ -159,12 +161,14 @@ class Request:
             try:
                 float(value)
             except OverflowError:
-                raise ValueError(f"{name} must be finite; got more than a float holds") from None
+                raise ValueError(
+                    f"{name} must be finite; got a number too large for a float"
+                ) from None
         calls = (getattr(self.grammar, name, None) for name in ("mask", "accept"))
         if self.grammar is not None and not all(map(callable, calls)):
             raise TypeError(
-                "grammar must have the methods mask and accept, as "
-                f"jaxattn.engine.requests.request.Grammar says; got {self.grammar!r}"
+                "grammar must have the methods mask and accept of "
+                f"jaxattn.engine.requests.request.Grammar; got {self.grammar!r}"
             )
         if self.ends_at is not None and not callable(self.ends_at):
             raise TypeError(f"ends_at must be callable, got {self.ends_at!r}")
@@ -174,7 +178,7 @@ class Request:
             raise ValueError("prompt is empty; it needs at least one token")
         if self.max_tokens < 0:
             raise ValueError(
-                f"max_tokens must be at least 1, or 0 to read the prompt alone; got "
+                "max_tokens must be at least 1, or 0 to process only the prompt; got "
                 f"{self.max_tokens}"
             )
         if len(self.replay) > self.max_tokens:
@@ -184,12 +188,12 @@ class Request:
         if self.pooling is not None and self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}")
         if self.pooling is not None and self.max_tokens:
-            raise ValueError(f"pooling needs max_tokens of 0; got {self.max_tokens}")
+            raise ValueError(f"pooling needs max_tokens=0; got {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 or more; got {self.temperature}")
         if self.processed_logprobs and not self.temperature:
             raise ValueError(
-                "processed_logprobs needs a temperature above 0; at 0 one token is certain"
+                "processed_logprobs needs a temperature above 0; at 0 one token has probability 1"
             )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}")
@@ -275,7 +279,7 @@ def _copied(name: str, prompt: Any) -> Sequence[int]:
         return prompt
     if isinstance(prompt, str):
         raise TypeError(
-            f"{name} must be token ids, got a str; for a model of bytes give {name}.encode()"
+            f"{name} must be token ids, got a str; for a byte-level model give {name}.encode()"
         )
     if hasattr(prompt, "dtype"):
         if prompt.dtype.kind not in "iu" or prompt.ndim != 1:
@@ -308,7 +312,7 @@ def _biases(given: Any) -> tuple[tuple[int, float], ...]:
             raise ValueError(f"logit_bias[{token}] must be from -100 to 100; got {bias}")
         found[operator.index(token)] = float(bias)
     if len(found) > MOST_BIASES:
-        raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are taken")
+        raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are allowed")
     return tuple(sorted(found.items()))
 
 

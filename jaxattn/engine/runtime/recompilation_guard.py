@@ -83,7 +83,7 @@ class RecompilationGuard:
                 before = len(jax.live_arrays())
                 yield
                 if (more := len(jax.live_arrays()) - before) > 0:
-                    self.note("buffer", f"{more} array(s) more than before the step")
+                    self.note("buffer", f"{more} more live array(s) than before the step")
             else:
                 yield
         except RuntimeError as error:
@@ -124,8 +124,8 @@ class RecompilationGuard:
         self.what.append(f"{kind}: {what}")
         if self.strict:
             raise SealError(
-                f"{kind} after the engine was sealed: {what}; everything a step needs must be "
-                "among the executables that were warmed up"
+                f"{kind} after the engine was sealed: {what}; a step may use only the executables "
+                "that warm-up compiled"
             )
 
 

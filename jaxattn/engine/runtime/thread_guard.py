@@ -36,18 +36,18 @@ class ThreadGuard:
         me = threading.get_ident()
         if self._thread == me:
             if not nested:
-                raise EngineBusyError(f"{what} was called by a callback of this engine")
+                raise EngineBusyError(f"{what} was called from a callback of this engine")
             yield
             return
         if self.closed:
-            raise RuntimeError("this engine is closed; make a new one")
+            raise RuntimeError("this engine is closed; create a new one")
         held = False
         try:
             held = self._busy.acquire(blocking=False)
             if not held:
                 raise EngineBusyError(
-                    f"{what}: another thread uses this engine, which has one state; give each "
-                    "thread an engine of its own (they share executables)"
+                    f"{what}: another thread is using this engine; give each thread its own "
+                    "engine (engines share executables)"
                 )
             self._thread = me
             yield

@@ -43,8 +43,8 @@ class _FreeListPool:
         numbers = list(numbers)
         if len(set(numbers)) < len(numbers) or not self._in_use.issuperset(numbers):
             raise PoolError(
-                f"cannot free {self._what}s {numbers}: each must be in use and named once; in use "
-                f"are {sorted(self._in_use)}"
+                f"cannot free {self._what}s {numbers}: each must be in use and listed once; those "
+                f"in use are {sorted(self._in_use)}"
             )
         self._in_use.difference_update(numbers)
         self._released(numbers)

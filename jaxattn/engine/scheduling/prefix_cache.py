@@ -120,7 +120,9 @@ class PrefixCache:
         recurrent: bool,
     ):
         if block % pages.page_size:
-            raise ValueError(f"a block must be whole pages of {pages.page_size}; got {block}")
+            raise ValueError(
+                f"block must be a multiple of the page size {pages.page_size}; got {block}"
+            )
         self.pages, self.block, self.recurrent = pages, block, recurrent
         self.counts = counts
         self._entries: OrderedDict[bytes, CachedBlock] = OrderedDict()  # least recently used first

@@ -116,7 +116,7 @@ class Scheduler:
         if prompt >= longest + (not request.max_tokens):
             return (
                 f"the prompt has {prompt:,} tokens, which leaves none of the model length "
-                f"{longest:,} to generate; a larger max_model_len raises it"
+                f"{longest:,} to generate; increase max_model_len"
             )
         if min(request.prompt) < 0 or max(request.prompt) >= self.vocab_size:
             return f"the prompt has a token outside of 0 to {self.vocab_size - 1:,}"
@@ -125,24 +125,24 @@ class Scheduler:
             return f"logit_bias has a token outside of 0 to {self.vocab_size - 1:,}"
         if request.replay and not self.limits.reproducible:
             return (
-                f"it replays {len(request.replay):,} tokens, which engines of "
-                "Limits(reproducible=True) do; give them as part of the prompt, or make such an "
-                "engine"
+                f"the request replays {len(request.replay):,} tokens, which needs an engine with "
+                "Limits(reproducible=True); create such an engine, or give the tokens as part of "
+                "the prompt"
             )
         if request.replay and prompt + len(request.replay) > longest:
             return (
-                f"{prompt:,} prompt tokens and {len(request.replay):,} to replay are more than the "
-                f"model length {longest:,}; a larger max_model_len raises it"
+                f"{prompt:,} prompt tokens and {len(request.replay):,} to replay exceed the model "
+                f"length {longest:,}; increase max_model_len"
             )
         if request.replay and not 0 <= min(request.replay) <= max(request.replay) < self.vocab_size:
-            return f"its replay has a token outside of 0 to {self.vocab_size - 1:,}"
+            return f"replay has a token outside of 0 to {self.vocab_size - 1:,}"
         needed, pool = self._most_pages(request), self._pages[0]  # all groups have as many
         if needed > pool.size:
             new = self._max_tokens(request)
             return (
                 f"{prompt:,} prompt tokens and {new:,} to generate need {needed:,} pages of "
-                f"{self.limits.page_tokens} tokens, and the pool has {pool.size:,}; a larger "
-                "num_pages or utilization raises it"
+                f"{self.limits.page_tokens} tokens, but the pool has {pool.size:,}; increase "
+                "num_pages or utilization"
             )
         return None
 
@@ -508,7 +508,7 @@ class Scheduler:
 
     def _give(self, row: RunningRequest, pages: list[int] | None) -> None:
         """Gives a row more pages, on the host and, with the next update, on the device."""
-        assert pages is not None, "whoever calls this has looked"
+        assert pages is not None, "the caller has checked that pages are free"
         first = len(row.pages)
         row.pages += pages
         self.room[row.index] = len(row.pages) * self.limits.page_tokens

@@ -171,8 +171,8 @@ class CapacityPlanner:
                 return limits, steps, found
             known, earlier = found, steps
         raise PlanError(
-            "XLA's temp grows with the pages, so `utilization` finds no number of them; give "
-            "num_pages instead"
+            "XLA's temp grows with the pages, so `utilization` cannot determine their number; "
+            "give num_pages instead"
         )
 
     def _measured(

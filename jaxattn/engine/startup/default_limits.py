@@ -92,9 +92,9 @@ def _small(model: Model, limits: Limits, platform: str) -> LimitsChoice:
     _at_least(chosen, "prefill_chunk", limits.prefill_buckets)
     if "max_model_len" in chosen:
         chosen["max_model_len"] = min(chosen["max_model_len"], model.max_position_embeddings)
-    why = "small, so that a CPU is quick to compile"
+    why = "small, so that a CPU compiles quickly"
     if platform == "gpu":
-        why = "small, since several hosts run it or nothing says how much memory the GPU has"
+        why = "small, because several hosts run the engine or the GPU's memory is unknown"
     shown = ("batch", "max_model_len", "prefill_chunk", "prefill_rows")
     return LimitsChoice(
         dataclasses.replace(limits, **chosen),

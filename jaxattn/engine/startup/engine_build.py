@@ -115,8 +115,8 @@ def prepare(
     check_arguments(model, limits, implementation)
     if limits.speculate and parallel.gpus > 1:
         raise ValueError(
-            f"speculate={limits.speculate} runs on one GPU, and parallel has {parallel.gpus}; use "
-            "speculate=0"
+            f"speculate={limits.speculate} needs a single GPU, but parallel has {parallel.gpus}; "
+            "use speculate=0"
         )
     if limits.uses_draft_head and not model.has_draft_head:
         raise ValueError(
@@ -126,7 +126,7 @@ def prepare(
         )
     if limits.round_steps > 1 and parallel.gpus > 1:
         raise ValueError(
-            f"steps_per_round={limits.steps_per_round} runs on one GPU, and parallel has "
+            f"steps_per_round={limits.steps_per_round} needs a single GPU, but parallel has "
             f"{parallel.gpus}; use steps_per_round=1"
         )
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
@@ -169,8 +169,8 @@ def prepare(
     else:
         if memory is None:
             raise ValueError(
-                f"utilization={limits.utilization} needs a device whose memory is known, and "
-                f"{compiler.devices[0]} does not say; give num_pages"
+                f"utilization={limits.utilization} needs a device that reports its memory, and "
+                f"{compiler.devices[0]} does not; give num_pages"
             )
         filled = compiler.fill(limits, {}, memory, own)
         compiler.plan(filled, {}, memory, own, wanted=limits)
@@ -251,14 +251,14 @@ def check_arguments(model: Any, limits: Any, implementation: Any) -> None:
         )
     if jax.config.jax_disable_jit:
         raise ValueError(
-            "an engine runs compiled steps alone, and JAX_DISABLE_JIT is set; unset it, or call "
+            "an engine runs only compiled steps, but JAX_DISABLE_JIT is set; unset it, or call "
             "the model's own prefill and decode"
         )
     check_caches(model.caches)
     own = "max_model_len" not in limits.unset
     if own and limits.max_model_len > model.max_position_embeddings:
         raise ValueError(
-            f"max_model_len={limits.max_model_len} is longer than the model's "
+            f"max_model_len={limits.max_model_len} exceeds the model's "
             f"max_position_embeddings={model.max_position_embeddings}"
         )
 
@@ -302,8 +302,8 @@ def _devices(devices: Any, parallel: Parallel) -> tuple[jax.Device, ...]:
         found = () if isinstance(devices, str) else tuple(devices)
         if isinstance(devices, str) or not all(isinstance(d, jax.Device) for d in found):
             raise TypeError(
-                "devices must be a jax.Device or several, such as jax.devices('gpu')[0]; got "
-                f"{devices!r}"
+                "devices must be a jax.Device or a sequence of them, such as "
+                f"jax.devices('gpu')[0]; got {devices!r}"
             )
     parallel.check_devices(found)
     return found

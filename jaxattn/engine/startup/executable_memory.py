@@ -36,7 +36,9 @@ def from_compiled(compiled: jax.stages.Compiled, inputs: int) -> ExecutableMemor
     """
     stats: Any = compiled.memory_analysis()
     if not stats or not stats.argument_size_in_bytes:
-        raise PlanError("XLA does not say what an executable takes; empty the compilation cache")
+        raise PlanError(
+            "XLA does not report how much memory an executable needs; empty the compilation cache"
+        )
     in_out = inputs + stats.output_size_in_bytes - stats.alias_size_in_bytes
     temp, code = stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
     return ExecutableMemory(in_out, temp, code, "compiled")

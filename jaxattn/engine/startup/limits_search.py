@@ -113,11 +113,11 @@ class LimitsSearch:
                 chosen[name] = value
                 self._explain(name, value, why)
 
-        length, why = self.model.max_position_embeddings, "the model's own context"
+        length, why = self.model.max_position_embeddings, "the model's own context length"
         if asked.num_pages and asked.num_pages * asked.page_tokens < length:
             length, why = (
                 asked.num_pages * asked.page_tokens,
-                f"what {asked.num_pages:,} pages hold",
+                f"the tokens that {asked.num_pages:,} pages hold",
             )
         choose("max_model_len", length, why)
         length = chosen.get("max_model_len", asked.max_model_len)
@@ -125,18 +125,22 @@ class LimitsSearch:
         if asked.num_pages:
             rows = max(min(rows, asked.num_pages), *asked.decode_buckets, 1)
         rows = -(-rows // asked.groups) * asked.groups
-        choose("batch", rows, "rows of a GPU that decode together")
+        choose("batch", rows, "rows that a GPU decodes together")
         if asked.reproducible:
             choose("prefill_chunk", min(REPRODUCIBLE_CHUNK, length), "one shape for all prompts")
             rows = PREFILL_ROWS * asked.groups
-            choose("prefill_rows", rows, "short prompts, whole, that are read together")
+            choose("prefill_rows", rows, "short prompts that one step processes whole")
             for name in ("decode_buckets", "prefill_buckets"):
-                choose(name, (), "reproducible has one shape")
+                choose(name, (), "reproducible=True uses one shape")
             return dataclasses.replace(asked, **chosen)
-        choose("prefill_rows", PREFILL_ROWS * asked.groups, "short prompts that are read together")
+        choose(
+            "prefill_rows",
+            PREFILL_ROWS * asked.groups,
+            "short prompts that one step processes together",
+        )
         tokens = asked.prefill_tokens or PREFILL_TOKENS
         chunk = min(max(tokens, *asked.prefill_buckets, 1), length)
-        choose("prefill_chunk", chunk, f"a step reads up to {tokens:,} tokens of prompts")
+        choose("prefill_chunk", chunk, f"a step processes up to {tokens:,} prompt tokens")
         chunk = min(chosen.get("prefill_chunk", asked.prefill_chunk), length)
         if asked.prefill_tokens is None and unset & {"prefill_chunk", "prefill_rows"}:
             chosen["prefill_tokens"] = max(tokens, chunk)
@@ -145,7 +149,7 @@ class LimitsSearch:
             # The smallest compiled size, if given limits make that one larger.
             mixed = max(MIXED_TOKENS, dataclasses.replace(asked, **chosen).prefill_sizes[0])
             chosen["mixed_tokens"] = mixed
-            why = "prompt tokens of a step in which other rows decode"
+            why = "prompt tokens in a step that also decodes other rows"
             self._explain("mixed_tokens", mixed, why)
         rows = chosen.get("batch", asked.batch)
         choose("decode_buckets", _below(DECODE_BUCKETS, rows, asked.groups), "fewer rows")
@@ -202,8 +206,8 @@ class LimitsSearch:
             self._explain(
                 "batch",
                 limits.batch,
-                f"a row's states take {self._slot / MIB:,.1f} MiB, and those of all rows at most a "
-                "third of what weights leave",
+                f"a row's states take {self._slot / MIB:,.1f} MiB, and all states at most a third "
+                "of the memory that weights leave",
             )
         return limits
 
@@ -219,7 +223,7 @@ class LimitsSearch:
                 name, value = "prefill_chunk", limits.prefill_chunk
             else:
                 break
-            why = f"with more, {pages:,} pages would be left, fewer than a row's"
+            why = f"with more, only {pages:,} pages would be left, fewer than a row needs"
             self._explain(name, value, why)
             if known:
                 break  # the bounds were for larger limits
@@ -238,7 +242,10 @@ class LimitsSearch:
         if length == own:
             return limits
         chunk = min(limits.prefill_chunk, length)
-        why = f"the model has {own:,}, and the cache about {pages * limits.page_tokens:,} tokens"
+        why = (
+            f"the model supports {own:,}, and the cache holds about "
+            f"{pages * limits.page_tokens:,} tokens"
+        )
         self._explain("max_model_len", length, why)
         changed: dict[str, Any] = {"prefill_chunk": chunk} if "prefill_chunk" in unset else {}
         return dataclasses.replace(limits, max_model_len=length, **changed)
@@ -253,7 +260,9 @@ class LimitsSearch:
         if self._slot and limits.prefix_cache and limits.groups == 1:
             room = self._room(dataclasses.replace(limits, checkpoints=0), known)
             kept = min(limits.batch, max(int(room * CHECKPOINTS_SHARE) // self._slot, 0))
-            why = "states of prefixes, at most as many as rows and an eighth of what weights leave"
+            why = (
+                "prefix states, at most one per row and an eighth of the memory that weights leave"
+            )
             self._explain("checkpoints", kept, why)
         return dataclasses.replace(limits, checkpoints=kept)
 
@@ -263,10 +272,10 @@ class LimitsSearch:
             return limits
         whole = limits.wanted_pages * page_bytes(self.model.caches)
         if whole <= self._room(limits, known) * WHOLE_SHARE:
-            why = f"all rows at full length take {whole / MIB:,.1f} MiB, and have them"
+            why = f"enough for all rows at full length, {whole / MIB:,.1f} MiB"
             self.reasons["utilization"] = f"pages {limits.wanted_pages:,}: {why}"
             return limits
-        why = "of the device's memory; the cache gets what the rest of the plan leaves"
+        why = "of the device's memory; the cache gets all that the rest of the plan leaves"
         self._explain("utilization", UTILIZATION, why)
         return dataclasses.replace(limits, utilization=UTILIZATION)
 
@@ -274,7 +283,7 @@ class LimitsSearch:
         """Updates the reasons of the buckets to their final values."""
         for name in ("decode_buckets", "prefill_buckets"):
             if name in self.asked.unset and not limits.reproducible:
-                what = "rows" if name == "decode_buckets" else "tokens of a prompt"
+                what = "rows" if name == "decode_buckets" else "prompt tokens"
                 why = f"fewer {what}; {len(all_steps(limits))} executables in all"
                 self._explain(name, getattr(limits, name), why)
 

@@ -118,8 +118,8 @@ def check_row(
     made.check(advice)
     if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
         made.refuse(
-            f"the line that does not fit is the kv cache: {limits.pages:,} pages are left, and one "
-            f"row of {limits.max_model_len:,} tokens takes {limits.pages_per_row:,}",
+            f"the item that does not fit is the kv cache: {limits.pages:,} pages are left, but "
+            f"one row of {limits.max_model_len:,} tokens needs {limits.pages_per_row:,}",
             advice(),
         )
 
@@ -152,10 +152,10 @@ def plan_engine(
     if memory is not None and memory.limit:
         items.append(_rounding([leaf for leaf in jax.tree.leaves((params, state)) if leaf.size]))
     if others:
-        why = "arrays and engines in the process before this"
+        why = "arrays and engines that the process already held"
         items.append(PlanItem("others", others, why, basis="measured"))
     if limits.reserved_bytes:
-        why = "left to others beside the engine, such as a trainer"
+        why = "left free for other users of the device, such as a trainer"
         items.append(PlanItem(RESERVED, limits.reserved_bytes, why, basis="assumed"))
     items += _code_items(executables)
     items += _outside_items(memory, outside, collectives, outside_basis)
@@ -195,7 +195,7 @@ def _code_items(executables: Mapping[str, ExecutableMemory]) -> list[PlanItem]:
     if not executables:
         return []
     code = sum(known.code for known in executables.values())
-    why = f"of {len(executables)} executables together"
+    why = f"the code of {len(executables)} executables together"
     return [PlanItem("xla code", code, why, basis=_basis(executables), outside=True)]
 
 
@@ -209,8 +209,8 @@ def _rounding(arrays: Sequence[Any]) -> PlanItem:
     # A step's inputs and results are a dozen buffers of any size.
     lost = sum(-nbytes(leaf) % BFC_ALIGNMENT for leaf in arrays) + 16 * BFC_ALIGNMENT
     why = (
-        f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a "
-        f"free piece if that is below {BFC_REST // 2**20} MiB: to the temp and to one array"
+        f"JAX's allocator rounds arrays up to {BFC_ALIGNMENT} bytes, and adds the rest of a free "
+        f"block below {BFC_REST // 2**20} MiB: to the temp and to one array"
     )
     return PlanItem("rounding", lost + 2 * BFC_REST, why, basis="bound")
 
@@ -223,7 +223,7 @@ def _outside_items(
     if outside:
         why = "context, modules, libraries"
         if basis == "measured":
-            why += ", and what other processes hold of the device"
+            why += ", and the device memory that other processes hold"
         items.append(PlanItem("driver", outside, why, basis=basis, outside=True))
     if collectives:
         why = "NCCL's channels and buffers, and those of XLA's collective kernels"
@@ -242,7 +242,7 @@ def held_elsewhere(memory: DeviceMemory | None) -> list[PlanItem]:
     """Returns an item for the memory of the device that was already taken, if it was measured."""
     if memory is None or not memory.outside:
         return []
-    why = "of the device, held outside of this process's arrays: other processes, the driver"
+    why = "device memory outside of this process's arrays: other processes, the driver"
     return [PlanItem("in use", memory.outside, why, basis="measured", outside=True)]
 
 
@@ -286,7 +286,7 @@ def advice(
         of, how = memory, f"utilization {larger:g}"
         if memory.limit is not None:  # JAX's allocator got its limit when it began
             of = dataclasses.replace(memory, limit=int(larger * memory.total))
-            how += " with XLA_PYTHON_CLIENT_MEM_FRACTION as large"
+            how += " with the same XLA_PYTHON_CLIENT_MEM_FRACTION"
         changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
         filled = fill(model, changed, of, params, executables, **beside)
         if filled.pages >= limits.pages_per_row and fits(filled, of):
@@ -317,11 +317,11 @@ def resident_items(model: Model, limits: Limits, params: Any) -> tuple[PlanItem,
     twice = sum(leaf.size for leaf in jax.tree.leaves(model.copies(params)))
     why = f"{sum(leaf.size for leaf in weights) - twice:,} parameters"
     if twice:
-        why += f", {twice:,} numbers more for decoding,"
+        why += f", {twice:,} more numbers for decoding,"
     dtypes = "/".join(sorted({jnp.dtype(leaf.dtype).name for leaf in weights}))
     size = cache_size(limits)
     return (
-        PlanItem("weights", nbytes(params), f"{why} in {dtypes}, only read"),
+        PlanItem("weights", nbytes(params), f"{why} in {dtypes}, read only"),
         rows_item(limits),
         arena_item(op_specs(model, limits, limits.table_width), limits.batch),
         *(item for cache in model.caches for item in cache.items(size)),
@@ -336,7 +336,7 @@ def rows_item(limits: Limits) -> PlanItem:
         PlanItem(f"rows {name}", nbytes(shape), f"int32{list(shape.shape)}")
         for name, shape in arrays.items()
     )
-    why = f"what the device keeps of {limits.batch:,} rows between steps"
+    why = f"the device's data of {limits.batch:,} rows between steps"
     return PlanItem("rows", nbytes(shapes), why, parts)
 
 
@@ -346,11 +346,11 @@ def arena_item(specs: Sequence[ArenaSpec], rows: int) -> PlanItem:
     for spec in specs:
         for name, region in (*spec.regions, *spec.persistent):
             part = PlanItem(
-                f"{spec.op} {name}", region.nbytes, f"{region}, overlaid with other ops'"
+                f"{spec.op} {name}", region.nbytes, f"{region}, shares memory with other ops"
             )
             if part.name not in parts or parts[part.name].nbytes < part.nbytes:
                 parts[part.name] = part
-    why = f"scratch of {rows:,} rows; all layers use the same, so it does not grow with them"
+    why = f"scratch of {rows:,} rows, shared by all layers"
     return PlanItem("arena", overlaid(specs).nbytes, why, tuple(parts.values()))
 
 

@@ -48,8 +48,8 @@ def check_room(prepared: EngineBuild, weights: Weights) -> None:
     own = plan.inside - others
     if held + own > (room := plan.budget.arrays(plan.outside)):
         raise PlanError(
-            f"the engine takes {own:,} bytes by its plan, and other arrays hold {held:,} of the "
-            f"{room:,} that there are; delete some of them, such as a trainer's",
+            f"the engine needs {own:,} bytes by its plan, but other arrays hold {held:,} of the "
+            f"available {room:,}; delete some of these arrays, such as a trainer's",
             plan,
         )
 

@@ -44,14 +44,15 @@ class CheckedParams:
         for path, leaf in jax.tree.leaves_with_path(params) if loaded else ():
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise TypeError(
-                    "params are shapes; an engine needs arrays. To compile before they are loaded, "
-                    "use Engine.of(prepare(model, shapes, limits)) and start(params)"
+                    "params are shapes, but an engine needs arrays. To compile before the "
+                    "parameters are loaded, use Engine.of(prepare(model, shapes, limits)) and "
+                    "start(params)"
                 )
             on = leaf.devices() if isinstance(leaf, jax.Array) else set()
             if len(devices) == 1 and not on <= set(devices):
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ValueError(
-                    f"parameter {name!r} lies on {', '.join(map(str, on))}, and the engine runs on "
+                    f"parameter {name!r} is on {', '.join(map(str, on))}, but the engine runs on "
                     f"{devices[0]}; move the parameters with jax.device_put"
                 )
         packed = packed_shapes(model)

@@ -277,9 +277,11 @@ class WeightBuffers:
         for number, (leaf, owned) in enumerate(zip(self._leaves, self.owned, strict=True)):
             if leaf.is_deleted():
                 place = self.programs.handed_on.get(number)
-                what = "packed parameters" if place is None else f"parameter {place.name!r}"
+                what = (
+                    "packed parameters were" if place is None else f"parameter {place.name!r} was"
+                )
                 why = "released" if owned else "donated or deleted by its owner"
-                raise RuntimeError(f"{what}: {why}; call update with new parameters")
+                raise RuntimeError(f"{what} {why}; call update with new parameters")
         return tuple(self._leaves)
 
     def check(
@@ -304,18 +306,19 @@ class WeightBuffers:
             elif isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
                 wrong.append(f"parameter {name!r} is a shape without an array")
             elif isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-                wrong.append(f"parameter {name!r} lies on devices of other processes")
+                wrong.append(f"parameter {name!r} is on devices of other processes")
         if wrong:
             what = "expect_updates" if shapes else "update"
             raise ValueError(f"{what}: {'; '.join(wrong)}. The engine's weights are unchanged")
         arriving = [programs.arriving(each, found[each.name]) for each in programs.places]
         if others := [each for each in arriving if strict and self._uncompiled(each)]:
             names = "; ".join(
-                f"parameter {each.place.name!r} lies as {each.shape.sharding}" for each in others
+                f"parameter {each.place.name!r} with {each.shape.sharding}" for each in others
             )
             raise ValueError(
-                f"update: {names}. A strict engine compiles nothing after its start: call "
-                "expect_updates(params) before start(). The engine's weights are unchanged"
+                f"update: nothing is compiled for {names}. A strict engine does not compile after "
+                "its start: call expect_updates(params) before start(). The engine's weights are "
+                "unchanged"
             )
         return arriving
 

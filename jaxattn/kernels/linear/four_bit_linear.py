@@ -1,6 +1,6 @@
 """Products of up to 256 tokens with 4-bit matrices of a layer.
 
-CTAs are those of fp8_large_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
+CTAs are those of fp8_medium_batch_linear.py: 128 rows of one matrix, or 64 of gate and 64 of up,
 with two consumer warpgroups and one that copies. Those of a cluster divide the K numbers. Weights
 are stored in tiles with their scales, which a warpgroup widens in registers
 (hopper/four_bit_mainloop.py).
@@ -27,7 +27,7 @@ from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.four_bit_dequantization import LINE, serves
 from jaxattn.kernels.hopper.four_bit_mainloop import FourBitMainloop, lines_of_step
 from jaxattn.kernels.hopper.instructions import swizzled
-from jaxattn.kernels.linear.fp8_large_batch_linear import (
+from jaxattn.kernels.linear.fp8_medium_batch_linear import (
     CONSUMERS,
     MOST_TOKENS,
     Fp8LargeBatchLinearConfig,

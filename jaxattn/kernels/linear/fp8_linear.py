@@ -7,7 +7,7 @@ layout of checkpoints, [N, K], with K in pairs (`interleave_columns`): four cont
 two operand registers of wgmma (hopper/fp8_conversion.py). A step is as deep as a block of scales.
 Its product is finished before it is multiplied by the scale and added, in float32.
 
-Limits: 32 tokens (fp8_large_batch_linear.py serves more); K a multiple of 128; N a multiple of 64,
+Limits: 32 tokens (fp8_medium_batch_linear.py serves more); K a multiple of 128; N a multiple of 64,
 at least 128; tokens in bfloat16 or float16. With a norm before it (reduce/rms_norm_prologue.py):
 one token. There are no heads.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.turboquant.codec import TurboFormat, butterfly
 from jaxattn.kernels.attention.packed_row_layouts import SCORES
-from jaxattn.kernels.gqa.decode.fp8_operands import divided_queries
+from jaxattn.kernels.gqa.decode.fp8_register_operands import divided_queries
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.hopper.mlir import arith, utils
 from jaxattn.kernels.hopper.ptx import (

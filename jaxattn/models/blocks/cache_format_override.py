@@ -30,8 +30,7 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
     if name == "auto":
         if native_layers:
             raise ValueError(
-                f"native_layers={native_layers} keeps layers out of another format; give "
-                "cache_format too"
+                f"native_layers={native_layers} needs a cache_format other than 'auto'"
             )
         return tuple(blocks)
     if not blocks:
@@ -39,18 +38,20 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
     places = [i for i, block in enumerate(blocks) if block.mixer.cache_formats]
     if not places:
         kinds = ", ".join(sorted({type(block.mixer).__name__ for block in blocks}))
-        raise ValueError(f"cache_format={name!r}: no layer keeps tokens ({kinds})")
+        raise ValueError(
+            f"cache_format={name!r}: no layer of the model has a token cache ({kinds})"
+        )
     if 2 * native_layers >= len(places):
         raise ValueError(
-            f"native_layers={native_layers} at each end are all of {len(places)} layers of "
-            "attention; give fewer"
+            f"native_layers={native_layers} at each end cover all {len(places)} attention layers; "
+            "use fewer"
         )
     for place in places:
         mixer = blocks[place].mixer
         if name not in mixer.cache_formats:
             has = ", ".join(("auto", *mixer.cache_formats))
             raise ValueError(
-                f"cache_format={name!r} is no format of {type(mixer).__name__}'s cache, which has "
+                f"cache_format={name!r} is not supported by {type(mixer).__name__}; use one of "
                 f"{has}"
             )
     apart = {*places[:native_layers], *places[len(places) - native_layers :]}

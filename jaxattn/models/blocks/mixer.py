@@ -105,7 +105,7 @@ class Mixer(abc.ABC):
 
     def in_format(self, name: str) -> "Mixer":
         """Returns the same layer with a cache in one of `cache_formats`."""
-        raise NotImplementedError(f"{type(self).__name__} has a cache of its own")
+        raise NotImplementedError(f"{type(self).__name__} supports only its own cache format")
 
     def set_apart(self) -> "Mixer":
         """Returns the same layer with a separate cache in its own format.
@@ -114,7 +114,7 @@ class Mixer(abc.ABC):
             ValueError: All layers of this kind share one format.
         """
         raise ValueError(
-            f"all layers of {type(self).__name__} share one format of cache; leave native_layers 0"
+            f"all layers of {type(self).__name__} share one cache format; use native_layers=0"
         )
 
     @property
@@ -151,7 +151,7 @@ class Mixer(abc.ABC):
 
         A mixer implements either this or `mixed`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has neither prefill nor mixed")
+        raise NotImplementedError(f"{type(self).__name__} implements neither prefill nor mixed")
 
     def mixed(
         self,
@@ -261,7 +261,7 @@ class Mixer(abc.ABC):
         return None
 
     def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has nothing beside its linears")
+        raise NotImplementedError(f"{type(self).__name__} has no weights besides its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:
         """Returns matrices [repeats, in, out] padded with zero columns, by their modules' names."""

@@ -57,7 +57,7 @@ class DraftInputs(LayerCache):
 
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         if array == DRAFT_PAIRS:
-            return f"{shape.shape[0]} rows x how many tokens the draft head reads next"
+            return f"{shape.shape[0]} rows x the number of tokens that the draft head reads next"
         rows, tokens, features = shape.shape
         return f"{rows} rows x {tokens} tokens x {features} {shape.dtype.name} for the draft head"
 

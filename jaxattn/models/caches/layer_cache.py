@@ -45,7 +45,7 @@ class DecodeState:
         """
         found = {name: x for arrays in self.caches.values() for name, x in arrays.items()}
         if name not in found:
-            raise KeyError(f"no cache has an array {name!r}; there are {', '.join(found)}")
+            raise KeyError(f"no cache has an array {name!r}; the arrays are {', '.join(found)}")
         return found[name]
 
     def replace(self, cache: str, arrays: Arrays, arena: Arena | None = None) -> "DecodeState":
@@ -125,9 +125,7 @@ class LayerCache(abc.ABC):
         def why(array: str, shape: jax.ShapeDtypeStruct) -> str:
             if shape.shape == without[array].shape:
                 return self.describe(array, shape)
-            of_prefixes = (
-                f"{size.checkpoints:,} of the slots are for states at the ends of prefixes"
-            )
+            of_prefixes = f"{size.checkpoints:,} of the slots are for states at prefix boundaries"
             return f"{self.describe(array, shape)}; {of_prefixes}"
 
         return tuple(
@@ -180,16 +178,16 @@ def check_caches(caches: Sequence[LayerCache]) -> None:
             raise ValueError(f"cache {cache.name!r} has {cache.layers} layers; it needs at least 1")
         shapes = cache.shapes(small)
         if cache.shapes(large).keys() != shapes.keys():
-            raise ValueError(f"cache {cache.name!r} has other arrays for other sizes")
+            raise ValueError(f"cache {cache.name!r} has different arrays for different sizes")
         for array in shapes:
             if line_name(array) in PLAN_LINES:
                 raise ValueError(
-                    f"cache {cache.name!r} has an array {array!r}, and {line_name(array)!r} is "
-                    "another line of the plan; give it another name"
+                    f"cache {cache.name!r} has an array {array!r}, but {line_name(array)!r} is "
+                    "another item of the plan; rename the array"
                 )
             if other := lines.get(line_name(array)):
                 raise ValueError(
-                    f"caches {other!r} and {cache.name!r} both have an array {array!r}; arrays "
-                    "need names of their own"
+                    f"caches {other!r} and {cache.name!r} both have an array {array!r}; rename "
+                    "one of them"
                 )
             lines[line_name(array)] = cache.name

@@ -61,9 +61,9 @@ class SymmetricMemoryCache(LayerCache):
     def describe(self, array: str, shape: jax.ShapeDtypeStruct) -> str:
         what = {NAME: "sums", EXCHANGE: "attention", MEETING: "attention of few rows"}[self.name]
         if array.endswith(ADDRESSES):
-            return f"where the inboxes of {self.gpus} GPUs lie, for {what} in one launch"
+            return f"the addresses of the inboxes of {self.gpus} GPUs, for {what} in one launch"
         if array.endswith(COUNTS):
-            return f"calls of {self.tokens} tokens, for {what} in one launch"
+            return f"call counters of {self.tokens} tokens, for {what} in one launch"
         return (
             f"2 x {self.gpus} GPUs' parts of {self.tokens} tokens x {self.features} "
             f"{jnp.dtype(shape.dtype).name}, for {what} over GPUs in one launch"

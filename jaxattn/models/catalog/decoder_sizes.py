@@ -108,8 +108,8 @@ class DecoderSizes(ModelSizes):
                 }
             else:
                 raise ValueError(
-                    f"a plan for several GPUs bounds MLA, GQA, GDN and KDA layers; {self.name} has "
-                    f"{type(mixer).__name__} layers"
+                    "a plan for several GPUs supports only MLA, GQA, GDN and KDA layers; "
+                    f"{self.name} has {type(mixer).__name__} layers"
                 )
         kinds = {block.feed_forward for block in spec.blocks}
         mlps = [each.intermediate_size for each in kinds if isinstance(each, MLP)]
@@ -173,7 +173,7 @@ def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     kinds = [block.feed_forward for block in model.spec.blocks]
     shared = any(isinstance(each, MoE) and each.always for each in kinds)
     fp8 = any(each.fp8 for block in model.spec.blocks for each in (block.mixer, block.feed_forward))
-    kept = "what no kernel reads in FP8" if fp8 else "other FP8 matrices"
+    kept = "matrices without an FP8 kernel" if fp8 else "other FP8 matrices"
     kinds_kept = f"{'routed and shared' if shared else 'routed'} experts"
     return (
         f"{kinds_kept}{' and other matrices' if fp8 else ''} in FP8 with one scale per "

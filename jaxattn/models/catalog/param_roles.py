@@ -140,7 +140,7 @@ def param_role(spec: DecoderSpec, key: Path) -> ParamRole:
                 form = _form_of(kind.fp8, ".".join(map(str, rest[:-1])))
                 return found if form is None else dataclasses.replace(found, form=form)
     raise ValueError(
-        f"nothing says how GPUs divide the parameter {'.'.join(map(str, key))!r}; add it to "
+        f"there is no sharding rule for the parameter {'.'.join(map(str, key))!r}; add one to "
         "jaxattn/models/catalog/param_roles.py"
     )
 

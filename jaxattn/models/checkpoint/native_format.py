@@ -138,7 +138,7 @@ def read_config(path: str | os.PathLike) -> HybridConfig:
     with _reading(file):
         if (size := _size(file)) > MOST_CONFIG_BYTES:
             raise CheckpointError(
-                f"{file} has {size:,} bytes; a configuration has at most {MOST_CONFIG_BYTES:,}"
+                f"{file} has {size:,} bytes; a configuration may have at most {MOST_CONFIG_BYTES:,}"
             )
         text = file.read_bytes()
     try:

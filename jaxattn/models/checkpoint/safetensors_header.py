@@ -75,7 +75,8 @@ def read_header(content: np.ndarray) -> SafetensorsHeader:
     length = struct.unpack("<Q", content[:PREFIX].tobytes())[0] if content.size >= PREFIX else None
     if length is None or length > content.size - PREFIX:
         raise ValueError(
-            f"is cut off or no safetensors file: {content.size:,} bytes end within its header"
+            f"is cut off or not a safetensors file: it ends after {content.size:,} bytes, within "
+            "its header"
         )
     if length > MOST_HEADER_BYTES:
         raise ValueError(
@@ -110,13 +111,13 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         [(twice, _)] = counts.most_common(1)
-        raise ValueError(f"{short_repr(twice)} stands in it twice")
+        raise ValueError(f"it contains {short_repr(twice)} twice")
     return values
 
 
 def _metadata(values: Any) -> dict[str, str]:
     if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
-        raise ValueError(f"__metadata__ must be an object of texts; got {short_repr(values)}")
+        raise ValueError(f"__metadata__ must be an object of strings; got {short_repr(values)}")
     return values
 
 
@@ -127,7 +128,7 @@ def _tensor(where: str, info: Any) -> TensorHeader:
         )
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
     if not isinstance(dtype, str):
-        raise ValueError(f"{where}: dtype must be a text; got {short_repr(dtype)}")
+        raise ValueError(f"{where}: dtype must be a string; got {short_repr(dtype)}")
     if not isinstance(shape, list):
         raise ValueError(f"{where}: shape must be a list; got {short_repr(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2:
@@ -175,6 +176,6 @@ def _check_size(name: str, tensor: TensorHeader) -> None:
     needed = math.prod(tensor.shape) * jnp.dtype(tensor.dtype).itemsize
     if tensor.end - tensor.begin != needed:
         raise ValueError(
-            f"is damaged: tensor {name!r} has {tensor.end - tensor.begin:,} bytes where "
+            f"is damaged: tensor {name!r} has {tensor.end - tensor.begin:,} bytes, but "
             f"{tensor.dtype}{list(tensor.shape)} needs {needed:,}"
         )

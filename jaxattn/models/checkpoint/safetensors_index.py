@@ -76,7 +76,9 @@ def read_json(file: Path, most_bytes: int = MOST_CONFIG_BYTES) -> dict[str, Any]
         if not file.is_file():
             raise CheckpointError(f"{file} is missing")
         if (size := file.stat().st_size) > most_bytes:
-            raise CheckpointError(f"{file} has {size:,} bytes, and at most {most_bytes:,} are read")
+            raise CheckpointError(
+                f"{file} has {size:,} bytes, but at most {most_bytes:,} are supported"
+            )
         return parse_object(file.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
@@ -97,7 +99,9 @@ def _files(folder: Path) -> list[str]:
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
         pickles = sorted(repr(each.name) for kind in PICKLES for each in folder.glob(kind))
-        hint = f"; no pickle is read, for it can run code: {short_list(pickles)}" if pickles else ""
+        hint = ""
+        if pickles:
+            hint = f"; pickle files are not loaded, since they can run code: {short_list(pickles)}"
         raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
     names = shards_of(folder / INDEX)
     for name in names:
@@ -122,7 +126,7 @@ def shards_of(index: Path) -> list[str]:
         plain = isinstance(name, str) and Path(name).name == name and "\0" not in name
         if not plain or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} names {short_repr(name)}, which is no shard of the folder"
+                f"{index} names {short_repr(name)}, which is not a .safetensors file of the folder"
             )
         names.add(name)
     return sorted(names)
@@ -144,9 +148,13 @@ def _header(file: Path) -> tuple[SafetensorsHeader, int]:
         for name, tensor in header.tensors.items():
             if tensor.dtype not in DTYPES.values():
                 known = ", ".join(DTYPES)
-                raise ValueError(f"holds {name!r} of {short_repr(tensor.dtype)}; known are {known}")
+                raise ValueError(
+                    f"holds {name!r} of {short_repr(tensor.dtype)}; known dtypes are {known}"
+                )
             if math.prod(tensor.shape) >= MOST_NUMBERS:
-                raise ValueError(f"holds {name!r} of absurd shape {short_repr(list(tensor.shape))}")
+                raise ValueError(
+                    f"holds {name!r} of impossible shape {short_repr(list(tensor.shape))}"
+                )
         check_layout(header)
         return header, size - header.data.size
     except OSError as error:

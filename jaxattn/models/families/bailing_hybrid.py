@@ -62,7 +62,7 @@ def _attends(fields: ConfigFields, count: int) -> list[bool]:
 def _below_zero(fields: ConfigFields, name: str, default: float) -> float:
     value = fields.values.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not -1e4 < value < 0:
-        raise ConfigError(f"{fields.where}: {name} must be from -1e4 to below 0; got {value!r}")
+        raise ConfigError(f"{fields.where}: {name} must be above -1e4 and below 0; got {value!r}")
     return float(value)
 
 

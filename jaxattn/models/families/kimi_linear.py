@@ -59,7 +59,8 @@ def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
     every = set(range(1, count + 1))
     if not isinstance(full, list) or not every.issuperset(full):
         raise ConfigError(
-            f"{of_delta.where}: full_attn_layers must be layers from 1 to {count}; got {full!r}"
+            f"{of_delta.where}: full_attn_layers must be a list of layers from 1 to {count}; got "
+            f"{full!r}"
         )
     rest = sorted(every.difference(full))
     of_delta.require("kda_layers", rest)

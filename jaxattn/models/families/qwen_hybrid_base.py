@@ -57,7 +57,10 @@ def with_draft_head(model: DecoderModel, fields: ConfigFields, layers: int = 1) 
     """
     attends = [block for block in model.spec.blocks if isinstance(block.mixer, GQA)]
     if not attends:
-        raise ConfigError(f"{fields.where}: no layer attends, and the prediction layer (MTP) does")
+        raise ConfigError(
+            f"{fields.where}: the prediction layer (MTP) uses attention, but no layer of the "
+            "model does"
+        )
     return decoder.with_draft_head(model, fields, attends[-1], DraftHead(True), layers)
 
 
@@ -70,7 +73,7 @@ def _attends(fields: ConfigFields) -> list[bool]:
     every = fields.integer(_INTERVAL)
     if every > count:
         raise ConfigError(
-            f"{fields.where}: {_INTERVAL}={every:,} is more than num_hidden_layers={count:,}"
+            f"{fields.where}: {_INTERVAL}={every:,} exceeds num_hidden_layers={count:,}"
         )
     return [(layer + 1) % every == 0 for layer in range(count)]
 

@@ -100,7 +100,7 @@ def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = N
         names = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
         sizes = _sizes(name, folder, names, needed=True)
         if missing := [file for file in names if file not in sizes]:
-            raise HubError(f"{name} has no {missing[0]}: only safetensors are read")
+            raise HubError(f"{name} has no {missing[0]}: only safetensors files are supported")
         _check_room(name, folder, sizes)
         _fetch(name, folder, sizes, on_progress)
 
@@ -128,8 +128,8 @@ def _check_room(name: str, folder: Path, sizes: dict[str, int]) -> None:
     free = shutil.disk_usage(folder).free
     if wanted > free:
         raise HubError(
-            f"{name} needs {wanted:,} more bytes and {constants.HF_HUB_CACHE} has {free:,} free; "
-            "make room, or set HF_HOME to a larger disk"
+            f"{name} needs {wanted:,} more bytes, but {constants.HF_HUB_CACHE} has {free:,} free; "
+            "free some space, or set HF_HOME to a larger disk"
         )
 
 
@@ -208,11 +208,11 @@ def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
             f"{name}: the connection to {constants.ENDPOINT} failed: {_line(error)}"
         ) from error
     except HFValidationError as error:
-        raise HubError(f"{name} is no name on the hub: {_line(error)}") from error
+        raise HubError(f"{name} is not a valid name on the hub: {_line(error)}") from error
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise HubError(
-                f"{name}: no room is left in {constants.HF_HUB_CACHE}; make some, or set HF_HOME "
+                f"{name}: no space is left in {constants.HF_HUB_CACHE}; free some, or set HF_HOME "
                 "to a larger disk"
             ) from error
         raise HubError(f"{name}: {error.filename or 'the hub'}: {_line(error)}") from error
@@ -227,13 +227,13 @@ def _gated(name: str) -> str:
 
 def _answered(name: str, error: HfHubHTTPError) -> str:
     status = error.response.status_code
-    why = ": HF_TOKEN may not read it, or is no token" if status in (401, 403) else ""
+    why = ": HF_TOKEN may not read it, or is not a valid token" if status in (401, 403) else ""
     return f"{name}: {constants.ENDPOINT} answered {status}{why}"
 
 
 def _unreachable(name: str, error: Exception) -> str:
     if constants.is_offline_mode():
-        return f"HF_HUB_OFFLINE is set, and {name} is not whole in {constants.HF_HUB_CACHE}"
+        return f"HF_HUB_OFFLINE is set, but {name} is not complete in {constants.HF_HUB_CACHE}"
     cause = error.__cause__
     if isinstance(cause, HfHubHTTPError):
         return _answered(name, cause)

@@ -50,7 +50,7 @@ from jaxattn.nn.four_bit_linear import FourBitLinears
 
 DTYPES = ("bfloat16", "float32")
 WORD = 0xFFFFFFFF
-ASYMMETRIC = "; sym is true in config.json, which zero points other than 8 contradict"
+ASYMMETRIC = "; sym=true in config.json needs all zero points to be 8"
 REORDERED = "; groups of reordered columns (desc_act) are not implemented"
 
 
@@ -245,16 +245,19 @@ def find(
     wrong = [
         f"{what} {short_list(list(names), width=200)}"
         for what, names in (
-            ("missing", missing), ("unknown", unknown), ("of another shape or dtype", others)
+            ("missing", missing), ("unknown", unknown), ("with another shape or dtype", others)
         )
         if names
     ]  # fmt: skip
     if wrong:
         hint = ""
         if any(key[-1] == "scale" for key in (each.placed.key for each in weights)):
-            hint = "; dense='bfloat16' (--dense bfloat16) takes FP8 and floats beside the experts"
+            hint = (
+                "; dense='bfloat16' (--dense bfloat16) accepts FP8 and float matrices outside "
+                "the experts"
+            )
         raise CheckpointError(
-            f"{folder}: the tensors are not the model's: {'; '.join(wrong)}{hint}"
+            f"{folder}: the tensors do not match the model: {'; '.join(wrong)}{hint}"
         )
     return weights
 
@@ -288,7 +291,7 @@ def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
     elif stated.tolist() != list(part.numbers):
         why = REORDERED if part.name.endswith(".g_idx") else ""
         found, wanted = short_repr(stated.tolist()), short_repr(list(part.numbers))
-        yield f"{part.name!r} says {found}, expected {wanted}{why}"
+        yield f"{part.name!r} is {found}, expected {wanted}{why}"
 
 
 def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:

@@ -58,7 +58,5 @@ def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key
         numbers = np.fromfile(tensor.file, tensor.dtype, count, offset=tensor.begin)
         row[:] = numbers.astype(np.float32)
         if not (np.isfinite(row) & (row > 0)).all():
-            raise CheckpointError(
-                f"{tensor.file}: {name!r} must be positive, and is {row.tolist()}"
-            )
+            raise CheckpointError(f"{tensor.file}: {name!r} must be positive; got {row.tolist()}")
     return scales

@@ -192,7 +192,10 @@ def read_folder(
         return HuggingFaceFolder(path=folder, model=published.model, published=published)
     for name, value in ({"dtype": dtype} | given).items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} is for folders from the hub; {folder} has its own")
+            raise ValueError(
+                f"{name}={value!r} is only for folders from the hub; {folder} is in jaxattn's own "
+                "format"
+            )
     config = native_format.read_config(folder)
     return NativeFolder(path=folder, model=Hybrid(config), config=config)
 
@@ -201,7 +204,9 @@ def _read_gguf(path: Path, dtype: str | None, formats: Mapping[str, Any]) -> Ggu
     """Returns the model of a GGUF file."""
     for name, value in formats.items():
         if value is not None:
-            raise ValueError(f"{name}={value!r} is for folders from the hub, and {path} is a file")
+            raise ValueError(
+                f"{name}={value!r} is only for folders from the hub, but {path} is a file"
+            )
     header = read_gguf(path)
     fields = gguf_checkpoint.read_fields(header)
     published = huggingface_checkpoint.published_model(fields, dtype)
@@ -242,8 +247,8 @@ def load(
         raise TypeError(f"load: folder must be a path, got {type(folder).__name__}")
     if not Path(folder).exists():
         raise native_format.CheckpointError(
-            f"load: there is no folder {str(folder)!r}; fetch a model of the hub first, by "
-            "huggingface_hub.snapshot_download, and load the folder that this returns"
+            f"load: folder {str(folder)!r} does not exist; download a model with "
+            "huggingface_hub.snapshot_download first, and load the folder that it returns"
         )
     found = read_folder(folder, dtype=dtype, experts=experts, dense=dense, draft_head=draft_head)
     found = found.in_cache_format(cache_format, native_layers)

@@ -47,8 +47,8 @@ def check_tied(folder: Path, published: PublishedModel, tensors: Mapping[str, Te
     """
     if with_stored_head(folder, published, tensors).model != published.model:
         raise CheckpointError(
-            f"{folder}: config.json has tie_word_embeddings, and the weights have another head; "
-            "now that they are there, load the folder again"
+            f"{folder}: config.json has tie_word_embeddings, but the weights have a different "
+            "head; now that the weights are there, load the folder again"
         )
 
 

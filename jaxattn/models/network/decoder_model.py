@@ -138,8 +138,8 @@ class DecoderModel(Model):
         """
         if not 0 < tokens <= self.spec.vocab_size:
             raise ValueError(
-                f"tokens must be from 1 to the embedding's rows, {self.spec.vocab_size:,}; got "
-                f"{tokens:,}"
+                f"tokens must be from 1 to the {self.spec.vocab_size:,} rows of the embedding; "
+                f"got {tokens:,}"
             )
         return DecoderModel(self.spec, tokens)
 

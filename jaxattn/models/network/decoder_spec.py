@@ -77,8 +77,8 @@ class DecoderSpec:
             first = mixers.setdefault(mixer.cache_name, mixer)
             if mixer != first:
                 raise ValueError(
-                    f"layer {layer} has a {type(mixer).__name__} that differs from those before "
-                    f"it in the cache {mixer.cache_name!r}: {mixer} and {first}"
+                    f"layer {layer} has a {type(mixer).__name__} that differs from earlier ones "
+                    f"in the cache {mixer.cache_name!r}: {mixer} and {first}"
                 )
         _ = self.segments
         check_caches(self.caches)

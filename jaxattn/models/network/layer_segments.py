@@ -33,7 +33,7 @@ def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], .
         ValueError: There are no layers, or more than `MOST_LAYERS`.
     """
     if not 1 <= len(kinds) <= MOST_LAYERS:
-        raise ValueError(f"a model has from 1 to {MOST_LAYERS:,} layers; got {len(kinds):,}")
+        raise ValueError(f"a model must have from 1 to {MOST_LAYERS:,} layers; got {len(kinds):,}")
     names: dict[Kind, int] = {}
     numbers = tuple(names.setdefault(kind, len(names)) for kind in kinds)
     return tuple(

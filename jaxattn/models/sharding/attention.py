@@ -60,8 +60,8 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
         raise spread_refused(parallel, "sinks" if mixer.window is None else "a window")
     if parallel.context > 1 and mixer.coded is not None:
         raise ShardingError(
-            f"context={parallel.context} spreads a row's pages, and those of "
-            f"{mixer.coded.preset} lie on one GPU; use context=1 or another cache_format"
+            f"context={parallel.context} spreads a row's pages over GPUs, which "
+            f"{mixer.coded.preset} does not support; use context=1 or another cache_format"
         )
     shared = -(-kv_heads // kv_ways)
     if not divides(shared, parallel.context):
@@ -71,8 +71,8 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
     if heads // ways % shared:
         raise ShardingError(
             f"context={parallel.context} with tensor={ways} leaves a GPU {heads // ways} query "
-            f"heads and the {shared} key-value heads of the GPUs that share its pages; use a "
-            "smaller context"
+            f"heads, which is not a multiple of the {shared} key-value heads of the GPUs that "
+            "share its pages; use a smaller context"
         )
     queries = (heads, dim * (2 if mixer.gated else 1))
     of_queries = (AxisSharding(-1, "tensor", (queries,)),)
@@ -102,6 +102,6 @@ def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[
 
 def spread_refused(parallel: Parallel, what: str) -> ShardingError:
     return ShardingError(
-        f"context={parallel.context} spreads a row's pages, which attention with {what} cannot "
-        "read so; use context=1"
+        f"context={parallel.context} spreads a row's pages over GPUs, which attention with {what} "
+        "does not support; use context=1"
     )

@@ -145,8 +145,9 @@ def of_fp8(cut: AxisSharding, parts: int, name: str, scales: bool) -> AxisShardi
         whole, size = (parts, each * width) if count >= parts else (count, width)
         if size % BLOCK:
             raise ShardingError(
-                f"{name} in FP8 over {parts} GPUs has parts of {size}, no whole blocks of {BLOCK} "
-                "that share a scale; use fewer, or dense='bfloat16' (--dense bfloat16)"
+                f"{name} in FP8 over {parts} GPUs has parts of {size}, which do not divide into "
+                f"blocks of {BLOCK} that share a scale; use fewer GPUs, or dense='bfloat16' "
+                "(--dense bfloat16)"
             )
         blocks.append((whole, size // BLOCK))
     return dataclasses.replace(cut, axis=axis, heads=tuple(blocks))
@@ -165,8 +166,8 @@ def of_tiles(cut: AxisSharding, parts: int, name: str, form: FourBitFormat) -> A
         whole, size = (parts, each * width) if count >= parts else (count, width)
         if size % side:
             raise ShardingError(
-                f"{name} in 4 bits over {parts} GPUs has parts of {size}, no whole tiles of "
-                f"{side}; use fewer, or dense='bfloat16' (--dense bfloat16)"
+                f"{name} in 4 bits over {parts} GPUs has parts of {size}, which do not divide "
+                f"into tiles of {side}; use fewer GPUs, or dense='bfloat16' (--dense bfloat16)"
             )
         tiles.append((whole, size // side))
     return dataclasses.replace(cut, axis={-1: -3, -2: -2}[cut.axis], heads=tuple(tiles))
@@ -194,7 +195,7 @@ def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> Shar
     """Returns the error for heads or columns that this number of GPUs cannot divide."""
     possible = ", ".join(str(n) for n in range(1, most + 1) if divides(count, n) and n <= count)
     return ShardingError(
-        f"{flag}={given} does not divide the {count} {what}; possible are {possible}"
+        f"{flag}={given} does not divide the {count} {what}; possible values are {possible}"
     )
 
 
@@ -206,6 +207,6 @@ def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[A
         ShardingError: The layer does not support the layout, or no rule for it exists.
     """
     raise ShardingError(
-        f"nothing says how GPUs divide a {type(layer).__name__}; register it with "
+        f"there is no sharding rule for {type(layer).__name__}; register one with "
         "jaxattn.models.sharding.axis_sharding.divided_layer"
     )

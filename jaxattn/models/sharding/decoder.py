@@ -111,7 +111,8 @@ def divided(model: Model, parallel: Parallel) -> Model:
         return model
     if not isinstance(model, DecoderModel):
         raise ShardingError(
-            f"several GPUs divide a jaxattn.models.DecoderModel; {type(model).__name__} runs on one"
+            f"several GPUs need a jaxattn.models.DecoderModel; {type(model).__name__} runs on one "
+            "GPU"
         )
     spec = model.spec
     blocks = {block: _divided_block(block, spec, parallel) for block in dict.fromkeys(spec.blocks)}

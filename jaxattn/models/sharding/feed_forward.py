@@ -44,16 +44,16 @@ def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[
     fp8 = layer.weight_format == "fp8"
     if fp8 and columns > 1 and size // columns % BLOCK:
         raise ShardingError(
-            f"{size} columns of an FP8 expert over {columns} GPUs are {size // columns} each, no "
-            f"whole blocks of {BLOCK} that share a scale; use expert={parallel.size('experts')}, "
-            "which divides no expert"
+            f"{size} columns of an FP8 expert over {columns} GPUs are {size // columns} each, "
+            f"which do not divide into blocks of {BLOCK} that share a scale; use "
+            f"expert={parallel.size('experts')}, which divides no expert"
         )
     if layer.form is not None and not layer.form.fits(size // columns, size // columns):
         form = layer.form
         raise ShardingError(
-            f"{size} columns of a 4-bit expert over {columns} GPUs are {size // columns} each, no "
-            f"whole tiles of {ROWS} rows and {form.columns} columns; use expert="
-            f"{all_of_them}, which divides no expert, or experts='bfloat16'"
+            f"{size} columns of a 4-bit expert over {columns} GPUs are {size // columns} each, "
+            f"which do not divide into tiles of {ROWS} rows and {form.columns} columns; use "
+            f"expert={all_of_them}, which divides no expert, or experts='bfloat16'"
         )
     shared = columns if layer.always else all_of_them
     if layer.shared_size % shared:

@@ -129,7 +129,7 @@ class Fp8BlockEncoding(WeightEncoding):
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2:
-            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
+            raise ValueError(f"{name!r} is stored in FP8, but {list(shape)} is not a matrix")
         scale = EncodedTensor(f"{name}{self.scale}", block_counts(*shape), SCALES, rows=BLOCK)
         return EncodedTensor(name, shape, (FP8,)), scale
 
@@ -152,7 +152,7 @@ class Fp8ScaledEncoding(WeightEncoding):
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2:
-            raise ValueError(f"{name!r} is stored in FP8, and {list(shape)} is no matrix")
+            raise ValueError(f"{name!r} is stored in FP8, but {list(shape)} is not a matrix")
         scales, rows = ((shape[0], 1), 1) if self.by_row else ((1,), shape[0])
         scale = EncodedTensor(f"{name}{self.scale}", scales, FLOATS, rows=rows)
         return EncodedTensor(name, shape, (FP8,)), scale
@@ -211,10 +211,10 @@ class Int4GroupEncoding(Int4Encoding):
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2 or shape[1] % self.group or shape[0] % self.rows_together:
-            of_zeros = f" and whole words of {INT4_PER_WORD} rows" if self.zeros else ""
+            of_zeros = f" and a multiple of {INT4_PER_WORD} rows" if self.zeros else ""
             raise ValueError(
-                f"{name!r} is stored in INT4, and {list(shape)} is no matrix of whole groups of "
-                f"{self.group} columns{of_zeros}"
+                f"{name!r} is stored in INT4, but {list(shape)} is not a matrix with a multiple "
+                f"of {self.group} columns{of_zeros}"
             )
         rows, columns = shape
         groups, words = columns // self.group, (rows // INT4_PER_WORD,)
@@ -246,8 +246,8 @@ class Mxfp4Encoding(CodeEncoding):
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 3 or shape[1] % MXFP4_GROUP:
             raise ValueError(
-                f"{name!r} is stored in MXFP4, and {list(shape)} are no matrices of whole groups "
-                f"of {MXFP4_GROUP} rows"
+                f"{name!r} is stored in MXFP4, but {list(shape)} is not a stack of matrices with "
+                f"a multiple of {MXFP4_GROUP} rows"
             )
         experts, inner, out = shape
         groups = (experts, out, inner // MXFP4_GROUP)

@@ -204,4 +204,4 @@ def _rows(change: WeightTransform, block: int) -> WeightTransform:
             return WriteRowsAt(first // block)
         case SplitGroupColumns(group, begin, size, first):
             return SplitGroupRows(group // block, begin // block, size // block, first // block)
-    raise ValueError(f"no FP8 linear is made by {change}")
+    raise ValueError(f"no FP8 linear supports {change}")

@@ -54,8 +54,8 @@ class ZeroPointEncoding(Int4Encoding):
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if len(shape) != 2 or shape[1] % self.group or shape[0] % INT4_PER_WORD:
             raise ValueError(
-                f"{name!r} is stored in INT4 with zero points, and {list(shape)} is no matrix of "
-                f"whole words of {INT4_PER_WORD} rows and whole groups of {self.group} columns"
+                f"{name!r} is stored in INT4 with zero points, but {list(shape)} is not a matrix "
+                f"with a multiple of {INT4_PER_WORD} rows and a multiple of {self.group} columns"
             )
         out, inner = shape
         groups, stem = inner // self.group, name.removesuffix("weight")

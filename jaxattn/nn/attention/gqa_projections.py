@@ -75,7 +75,7 @@ class GroupedQueryProjections(PagedAttention):
             ("heads_norm", "gated", heads_norm and gated),
         ):
             if both:
-                raise ValueError(f"GroupedQueryAttention: {first} has no {second} beside it")
+                raise ValueError(f"GroupedQueryAttention: {first} cannot be combined with {second}")
         self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
         self.query_scaling, self.parallel = query_scaling, parallel
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim

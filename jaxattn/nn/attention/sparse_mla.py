@@ -133,7 +133,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     def _missing_choice(self) -> ValueError:
         return ValueError(
             f"{type(self).__name__}: a layer without an indexer (index_heads=0) needs indices=, "
-            "the choice of a layer before it"
+            "the tokens that an earlier layer chose"
         )
 
     @staticmethod
@@ -376,8 +376,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         rows = block_tables, seq_lens, query_lens
         if spread is not None and self.sinks is not None:
             raise ValueError(
-                f"{type(self).__name__}: GPUs with parts of a row's pages cannot attend with "
-                "sinks; use context=1"
+                f"{type(self).__name__}: context parallelism does not support sinks; use context=1"
             )
         if self.indexer is not None and index is not None:
             turned = in_layout(rotation, self.rope, self.indexer.rope.interleaved)

@@ -55,8 +55,8 @@ class TurboQuantAttention(GroupedQueryAttention):
     ) -> tuple[Array, Array, Array]:
         if parallel.context > 1:
             raise ValueError(
-                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages; "
-                "use context=1"
+                f"TurboQuantAttention.prefill: context={parallel.context} spreads a row's pages "
+                "over GPUs, which is not supported; use context=1"
             )
         block_tables, seq_lens, query_lens = rows
         out, kv_cache, _ = self._attend_rows(
@@ -87,7 +87,9 @@ class TurboQuantAttention(GroupedQueryAttention):
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Arena | None]:
         if spread is not None:
-            raise ValueError("TurboQuantAttention.decode: a row's pages lie on one GPU; no spread")
+            raise ValueError(
+                "TurboQuantAttention.decode: a row's pages must be on one GPU; use spread=None"
+            )
         q, k, v = projected
         if rotation is None:
             rotation = self.decode_rotation(seq_lens, q.shape[1], query_lens)

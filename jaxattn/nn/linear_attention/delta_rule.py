@@ -378,7 +378,7 @@ class DeltaLayer(nnx.Module):
         """
         self._check_tokens(op, x)
         if x.shape[1] == 0:
-            raise ValueError(f"{op}: x must have a token a row or more, got {tuple(x.shape)}")
+            raise ValueError(f"{op}: x must have at least one token per row, got {tuple(x.shape)}")
         slots = keep_concrete(slots)
         check_pools(op, x, *pools, slots, layer, **self._of_slot)
         return slots
@@ -527,8 +527,8 @@ def check_pools(
         check_pool(op, name, pool, slots, checkable_layer(layer), shape, x.shape[0])
     if conv_state.shape[:-2] != ssm_state.shape[:-3]:
         raise ValueError(
-            f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have as "
-            "many slots, and as many layers"
+            f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have the "
+            "same number of slots and of layers"
         )
 
 
@@ -556,6 +556,6 @@ def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any)
     if short.any():
         row = int(short.argmax())
         raise ValueError(
-            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which counts them "
-            f"too, holds {ends[row]}"
+            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which includes "
+            f"these tokens, holds {ends[row]}"
         )

@@ -49,10 +49,7 @@ class SegmentBounds(NamedTuple):
             return cls(jnp.where(ordered, count, 0), _first_of_run(ids), False)
         given = "lengths" if lengths is not None else "segment_ids"
         if lengths is not None or segment_ids is not None:
-            raise ValueError(
-                f"{op}: cu_seqlens says where sequences begin and end, and {given} was given too; "
-                f"drop {given}"
-            )
+            raise ValueError(f"{op}: cu_seqlens and {given} both define sequences; drop {given}")
         cu_seqlens = keep_concrete(cu_seqlens)
         check_cu_seqlens(op, cu_seqlens, batch, tokens)
         ends = as_offsets(cu_seqlens)
@@ -110,8 +107,8 @@ def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
         row, t = falls[0].tolist()
         raise ValueError(
             f"{op}: segment_ids must not decrease along a row, except to padding of id 0 or below "
-            f"at its end, and row {row} has {ids[row, t]} at token {t} and {ids[row, t + 1]} "
-            "behind it; sort the row's tokens by segment"
+            f"at its end; row {row} has {ids[row, t]} at token {t} and {ids[row, t + 1]} "
+            "after it; sort the row's tokens by segment"
         )
 
 

@@ -135,13 +135,13 @@ def _met(
     eps, tokens = finite(op, "eps", eps), x.shape[0]
     if meeting == "own" and len(part) != gpus * tokens:
         raise ValueError(
-            f"{op}: part {part.shape} must have the tokens of {gpus} GPUs, and x {x.shape} has "
-            f"those of one"
+            f"{op}: part {part.shape} must have the tokens of {gpus} GPUs, and x {x.shape} those "
+            "of one"
         )
     _, parts, most, features = mailbox.inbox.shape
     if parts != gpus or most < tokens or features != x.shape[1]:
         raise ValueError(
-            f"{op}: the mailbox is of {parts} GPUs and {most} tokens of {features} features; x "
+            f"{op}: the mailbox is for {parts} GPUs and {most} tokens of {features} features; x "
             f"{tuple(x.shape)} on {gpus} GPUs needs one of its own size"
         )
     out_dtype = jnp.dtype(x.dtype if dtype is None else dtype)

@@ -50,7 +50,7 @@ def peer_exchange(
     _, parts, most, widest = mailbox.inbox.shape
     if parts != gpus or most < rows * pieces or widest < features:
         raise ValueError(
-            f"{op}: the mailbox is of {parts} GPUs and {most} tokens of {widest} features; part "
+            f"{op}: the mailbox is for {parts} GPUs and {most} tokens of {widest} features; part "
             f"{part.shape} on {gpus} GPUs needs {gpus}, {rows * pieces} and {features}"
         )
 

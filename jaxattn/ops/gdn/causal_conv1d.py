@@ -194,7 +194,7 @@ def _gradient_of_taps(
 _gradient_by_kernel = with_gradient_of(
     _gradient_of_taps,
     _kernel_of_taps,
-    because="causal_conv1d: the kernel of its gradient has no gradient",
+    because="causal_conv1d: the gradient kernel has no gradient of its own",
 )
 _convolved.defvjp(_convolved_fwd, _convolved_bwd)
 _differentiable = in_reverse_mode_only(

@@ -55,7 +55,7 @@ def pack_gdn_weights(
     A_log, dt_bias, norm, conv = floats(op, A_log=A_log, dt_bias=dt_bias, norm=norm, conv=conv)
     if A_log.ndim < 1 or dt_bias.shape != A_log.shape:
         raise ValueError(
-            f"{op}: A_log and dt_bias must have one shape, [Hv] or [L, Hv], got "
+            f"{op}: A_log and dt_bias must have the same shape, [Hv] or [L, Hv], got "
             f"{A_log.shape} and {dt_bias.shape}"
         )
     layers = A_log.shape[:-1]
@@ -64,14 +64,14 @@ def pack_gdn_weights(
     values = A_log.shape[-1] * norm.shape[-1]
     if values == 0:
         raise ValueError(
-            f"{op}: there must be a value head, of a dim or more, got A_log {A_log.shape} and norm "
-            f"{norm.shape}"
+            f"{op}: there must be at least one value head of at least one dim, got A_log "
+            f"{A_log.shape} and norm {norm.shape}"
         )
     keys = conv.shape[-2] - values if conv.ndim == len(layers) + 2 else 0
     if conv.shape[:-2] != layers or keys <= 0 or keys % 2:
         raise ValueError(
-            f"{op}: conv must be {[*layers, 'Dc', 'W']} with Dc = 2 Hk Dk + Hv Dv, where A_log and "
-            f"norm say Hv Dv={values}, got {conv.shape}"
+            f"{op}: conv must be {[*layers, 'Dc', 'W']} with Dc = 2 Hk Dk + Hv Dv, where A_log "
+            f"and norm give Hv Dv={values}, got {conv.shape}"
         )
     taps = jnp.swapaxes(conv, -1, -2).reshape(*conv.shape[:-2], -1)
     pieces = (A_log, dt_bias, norm, taps)
@@ -302,7 +302,7 @@ def _check(
     if keys <= 0 or key_dim == 0 or keys % (2 * key_dim) or values == 0 or value_heads % key_heads:
         raise ValueError(
             f"{op}: conv_state's Dc={channels} must be 2 Hk Dk + Hv Dv with a number of key heads "
-            f"Hk that divides Hv={value_heads}; state says Hv Dv={values} and Dk={key_dim}"
+            f"Hk that divides Hv={value_heads}; state has Hv Dv={values} and Dk={key_dim}"
         )
     if qkvz.ndim != 3 or qkvz.shape[2] != channels + values or qkvz.shape[1] < 1:
         raise ValueError(
@@ -312,14 +312,14 @@ def _check(
     gates = (4 if halves else 2) * value_heads
     if ba.ndim != 3 or ba.shape[:2] != qkvz.shape[:2] or ba.shape[2] < gates:
         raise ValueError(
-            f"{op}: ba must be [B, S, {4 if halves else 2} Hv] = {[*qkvz.shape[:2], gates]}, or "
-            f"have columns behind these, got {list(ba.shape)}"
+            f"{op}: ba must be [B, S, {4 if halves else 2} Hv] = {[*qkvz.shape[:2], gates]}, "
+            f"optionally with more columns after these, got {list(ba.shape)}"
         )
     length = 2 * value_heads + value_dim + (taps + 1) * channels
     one, stack = [length], [*state.shape[: state.ndim - 4], length]
     if list(weights.shape) not in (one, stack):
         raise ValueError(
-            f"{op}: weights must be {one}, or with a stack of states {stack}, as "
-            f"pack_gdn_weights returns them; got {list(weights.shape)}"
+            f"{op}: weights must be {one}, or for a stack of states {stack}, as pack_gdn_weights "
+            f"returns them; got {list(weights.shape)}"
         )
     return key_heads

@@ -38,13 +38,13 @@ def gdn_gates(
     a, b, A_log, dt_bias = floats(op, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     if a.ndim < 1 or a.shape != b.shape:
         raise ValueError(
-            f"{op}: a and b must have one shape [..., Hv], got {a.shape} and {b.shape}"
+            f"{op}: a and b must have the same shape [..., Hv], got {a.shape} and {b.shape}"
         )
     for name, array in (("A_log", A_log), ("dt_bias", dt_bias)):
         if array.shape != a.shape[-1:]:
             raise ValueError(
-                f"{op}: {name} must be [Hv={a.shape[-1]}], as many as a {a.shape} has last, "
-                f"got {array.shape}"
+                f"{op}: {name} must be [Hv={a.shape[-1]}], the last axis of a {a.shape}, got "
+                f"{array.shape}"
             )
     rate = jnp.exp(A_log.astype(jnp.float32))
     step = jax.nn.softplus(a.astype(jnp.float32) + dt_bias.astype(jnp.float32))
@@ -205,19 +205,20 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, tokens: str) -> None:
         if array.ndim != 4:
             raise ValueError(f"{op}: {name} must be [B, {tokens}, {dims}], got shape {array.shape}")
     if q.shape != k.shape:
-        raise ValueError(f"{op}: q and k must have one shape, got {q.shape} and {k.shape}")
+        raise ValueError(f"{op}: q and k must have the same shape, got {q.shape} and {k.shape}")
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"{op}: k and v must have the same [B, {tokens}], got {k.shape} and {v.shape}"
         )
     if k.shape[2] == 0 or v.shape[2] == 0 or v.shape[2] % k.shape[2]:
         raise ValueError(
-            f"{op}: the Hv={v.shape[2]} heads of v must be a multiple of the Hk={k.shape[2]} of k"
+            f"{op}: the Hv={v.shape[2]} heads of v must be a multiple of the Hk={k.shape[2]} "
+            "heads of k"
         )
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"{op}: q, k and v must share float32, bfloat16 or float16, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}"
+            f"{op}: q, k and v must have the same dtype, float32, bfloat16 or float16, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}"
         )
 
 
@@ -244,7 +245,7 @@ def check_sequence(
             )
     if g.dtype != jnp.float32:
         made_by = "kda_gates" if channels else "gdn_gates"
-        raise TypeError(f"{op}: g must be float32, got {g.dtype}; {made_by} returns it so")
+        raise TypeError(f"{op}: g must be float32, got {g.dtype}; {made_by} returns float32")
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, v.shape[0], v.shape[1])
     if initial_state is None:

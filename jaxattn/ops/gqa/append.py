@@ -76,12 +76,12 @@ def check_new_heads(
     check_heads(arguments, q, kv_heads, "k", k.shape)
     if q.shape[-1] not in (dim, 2 * dim):
         raise ValueError(
-            f"{op}: q {q.shape} must have D = {dim} dims per head, as k {k.shape} has, or with "
-            f"gates 2 D = {2 * dim}"
+            f"{op}: q {q.shape} must have D = {dim} dims per head, like k {k.shape}, or 2 D = "
+            f"{2 * dim} with gates"
         )
     check_config(op, config)
     if config.dim > dim:
-        raise ValueError(f"{op}: {config.dim=} dims are to be rotated of D = {dim} of k {k.shape}")
+        raise ValueError(f"{op}: {config.dim=} exceeds D = {dim} of k {k.shape}")
     check_rotation(op, rotation, config, (batch, q_len))
     if weights is not None:
         axes = "L W" if getattr(weights, "ndim", 1) == 2 else "W"
@@ -90,8 +90,8 @@ def check_new_heads(
             raise ValueError(f"{op}: weights {weights.shape} are a stack of layers; give layer=")
         if weights.shape[-1] != 2 * line_width(dim):
             raise ValueError(
-                f"{op}: weights {weights.shape} must be float32 of W = {2 * line_width(dim)}, as "
-                f"pack_gqa_weights returns them of D = {dim}"
+                f"{op}: weights {weights.shape} must be float32 with W = {2 * line_width(dim)}, "
+                f"as pack_gqa_weights returns them for D = {dim}"
             )
     return q, k, v, weights, finite(op, "eps", eps)
 
@@ -185,7 +185,7 @@ def gqa_append(
     dim = k.shape[-1]
     if gates and q.shape[-1] != 2 * dim:
         raise ValueError(
-            f"{op}: gates=True wants q [B, S, H, 2 D] with D = {dim} gates behind each head's "
+            f"{op}: gates=True needs q [B, S, H, 2 D] with D = {dim} gates after each head's "
             f"queries; got q {q.shape}"
         )
     given = block_tables, seq_lens, query_lens

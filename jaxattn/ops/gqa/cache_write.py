@@ -59,7 +59,8 @@ def check_kv_scale(op: str, kv_cache: jax.Array, kv_scale: Any) -> jax.Array | N
     if kv_cache.dtype not in (FP8, FP8_BITS):
         if kv_scale is not None:
             raise ValueError(
-                f"{op}: kv_scale is of a {FP8.name} cache, and {described} has none; drop kv_scale"
+                f"{op}: kv_scale is only for a {FP8.name} cache, which {described} is not; drop "
+                "kv_scale"
             )
         return None
     if kv_scale is None:

@@ -197,7 +197,9 @@ def gqa_prefill(
     def mosaic(interpret: bool) -> tuple[jax.Array, jax.Array]:
         refuse(arguments.op, q, k, v, interpret=interpret)
         forward = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
-        because = f"{arguments.op}: the backward kernel reads no cache; train with gqa_attention"
+        because = (
+            f"{arguments.op}: the backward kernel does not read a cache; train with gqa_attention"
+        )
         return with_gradient_of(xla, forward, because=because)(*operands)
 
     return dispatch_kernel(arguments.op, implementation, mosaic, lambda: xla(*operands))
@@ -209,7 +211,7 @@ def _check_new(arguments: OpArguments, q: Any, k: Any, v: Any) -> tuple[jax.Arra
     v = arguments.check("v", v, "B T Hk D")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
-            f"{arguments.op}: q, k and v must have one dtype, got "
+            f"{arguments.op}: q, k and v must have the same dtype, got "
             + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in (("q", q), ("k", k), ("v", v)))
         )
     check_heads(arguments, q, k.shape[-2], "k", k.shape)

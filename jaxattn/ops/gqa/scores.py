@@ -46,8 +46,8 @@ class AttentionScoring:
             soft_cap = finite(op, "soft_cap", soft_cap)
             if soft_cap < LEAST_FLOAT32:
                 raise ValueError(
-                    f"{op}: soft_cap must be positive, got {soft_cap}; None is no cap, and float32 "
-                    "has numbers from 1.2e-38"
+                    f"{op}: soft_cap must be positive, got {soft_cap}; use None for no cap, or at "
+                    "least 1.2e-38, the smallest positive float32 number"
                 )
         return cls(scale=scale, window=window, soft_cap=soft_cap)
 

@@ -62,8 +62,8 @@ def pack_kda_weights(
     )
     if conv.ndim != len(layers) + 2 or conv.shape[:-1] != (*layers, 3 * values):
         raise ValueError(
-            f"{op}: conv must be {[*layers, 3 * values, 'W']}, of 3 H D channels, "
-            f"got {list(conv.shape)}"
+            f"{op}: conv must be {[*layers, 3 * values, 'W']} with 3 H D channels, got "
+            f"{list(conv.shape)}"
         )
     taps = jnp.swapaxes(conv, -1, -2).reshape(*layers, -1)
     pieces = (A_log, dt_bias, norm, taps)
@@ -220,8 +220,8 @@ def _check(
         )
     if conv_state.shape[-1] != 3 * values:
         raise ValueError(
-            f"{op}: conv_state must have 3 H D = {3 * values} channels, of which state says H and "
-            f"D; got {list(conv_state.shape)}"
+            f"{op}: conv_state must have 3 H D = {3 * values} channels for the H and D of state; "
+            f"got {list(conv_state.shape)}"
         )
     if qkv.ndim != 3 or qkv.shape[1] < 1:
         raise ValueError(f"{op}: qkv must be [B, S, 3 H D] with S >= 1, got {list(qkv.shape)}")
@@ -232,13 +232,14 @@ def _check(
     )  # fmt: skip
     if b.ndim != 3 or b.shape[:2] != rows or b.shape[2] < heads:
         raise ValueError(
-            f"{op}: b must be {[*rows, heads]}, or have columns behind these, got {list(b.shape)}"
+            f"{op}: b must be {[*rows, heads]}, optionally with more columns after these, got "
+            f"{list(b.shape)}"
         )
     width = conv_state.shape[-2] + 1
     length = heads + values + dim + width * 3 * values
     one, stack = [length], [*state.shape[: state.ndim - 4], length]
     if list(weights.shape) not in (one, stack):
         raise ValueError(
-            f"{op}: weights must be {one}, or with a stack of states {stack}, as "
-            f"pack_kda_weights returns them; got {list(weights.shape)}"
+            f"{op}: weights must be {one}, or for a stack of states {stack}, as pack_kda_weights "
+            f"returns them; got {list(weights.shape)}"
         )

@@ -99,7 +99,7 @@ def _check(x: Array, weights: list[Array], form: FourBitFormat) -> None:
         if weight.shape[-1] != form.tile_bytes or x.shape[-1] != inner:
             raise ValueError(
                 f"{OP}: weights[{place}] {list(weight.shape)} must be [L, N / 64, K / "
-                f"{form.columns}, {form.tile_bytes}] of x {list(x.shape)} in {form}"
+                f"{form.columns}, {form.tile_bytes}] for x {list(x.shape)} in {form}"
             )
 
 

@@ -23,9 +23,9 @@ from jaxattn.core.numerics.fp8_block_scaling import block_counts, dequantize
 from jaxattn.core.numerics.fp8_weight_layout import deinterleave_columns
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import check_features
-from jaxattn.kernels.linear import fp8_large_batch_linear, fp8_linear
-from jaxattn.kernels.linear.fp8_large_batch_linear import many_linears_fp8_mosaic
+from jaxattn.kernels.linear import fp8_linear, fp8_medium_batch_linear
 from jaxattn.kernels.linear.fp8_linear import OP, linears_fp8_mosaic
+from jaxattn.kernels.linear.fp8_medium_batch_linear import many_linears_fp8_mosaic
 from jaxattn.kernels.linear.linear import Shaped
 from jaxattn.ops.linear.linear import Layer
 from jaxattn.ops.linear.quantized_products import check_gate_and_up, quantized_products
@@ -83,7 +83,7 @@ def gated_fp8_layer(
 def refusal(x: tuple[int, int], dtype: DTypeLike, weights: Sequence[Shaped]) -> str | None:
     """Returns why no kernel supports x [T, K] of this dtype and weights [L, N, K], or None."""
     few = x[0] <= fp8_linear.MOST_TOKENS
-    return (fp8_linear if few else fp8_large_batch_linear).refusal(x, dtype, weights)
+    return (fp8_linear if few else fp8_medium_batch_linear).refusal(x, dtype, weights)
 
 
 def _linears(
@@ -110,7 +110,9 @@ def _linears(
 def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
     arguments = OpArguments(OP)
     if len(weights) != len(scales):
-        raise ValueError(f"{OP}: {len(weights)} weights have {len(scales)} scales; give one each")
+        raise ValueError(
+            f"{OP}: {len(weights)} weights have {len(scales)} scales; give one for each weight"
+        )
     for place, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         arguments.check(f"weights[{place}]", weight, f"L N{place} K", ("float8_e4m3fn",))
         if weight.shape[-1] % 16:
@@ -122,7 +124,7 @@ def _check(x: Array, weights: list[Array], scales: list[Array]) -> None:
         wanted = weight.shape[0], *block_counts(*weight.shape[1:])
         if scale.shape != wanted:
             raise ValueError(
-                f"{OP}: scales[{place}] must be float32 {list(wanted)} of weights "
+                f"{OP}: scales[{place}] must be float32 {list(wanted)} for weights "
                 f"{list(weight.shape)}, got {list(scale.shape)}"
             )
 

@@ -98,7 +98,9 @@ def gated_layer(
     Arguments, limits and errors are those of `linear_layer`.
     """
     if gate.shape != up.shape:
-        raise ValueError(f"gated_layer: gate {gate.shape} and up {up.shape} must have one shape")
+        raise ValueError(
+            f"gated_layer: gate {gate.shape} and up {up.shape} must have the same shape"
+        )
     dtypes = [jnp.dtype(out_dtype)]
     found = _linears(x, [gate, up], layer, dtypes, implementation=implementation, gated=True)
     return found[0]
@@ -131,8 +133,8 @@ def heads_layer(
     behind = 0 if turned is None else turned[1].dim
     if x.shape[-2] < heads or x.shape[-1] != inner + behind:
         raise ValueError(
-            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with K and at least H of "
-            f"weights {tuple(weights.shape)} and P {behind}"
+            f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with the K and at least the "
+            f"H of weights {tuple(weights.shape)} and P {behind}"
         )
     first, affine, number = split_layer_index(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
@@ -154,12 +156,12 @@ def heads_layer(
     ) -> list[Array]:
         if turned is not None and (behind != DIMS or size % ROWS):
             raise Refusal(
-                f"heads_layer: the kernel rotates {DIMS} dims behind N, a multiple of {ROWS}; got "
-                f"{behind} and N {size}"
+                f"heads_layer: the kernel rotates {DIMS} dims after N, which must be a multiple "
+                f"of {ROWS}; got {behind} dims and N {size}"
             )
         if spare_heads and size % ROWS:
             raise Refusal(
-                f"heads_layer: the kernel has spare heads where N is a multiple of {ROWS}; got "
+                f"heads_layer: the kernel supports spare heads if N is a multiple of {ROWS}; got "
                 f"{size}"
             )
         turn = None
@@ -197,7 +199,7 @@ def _linears(
     arguments, pieces = OpArguments(OP), len(weights) if split else 1
     if biases is not None and len(biases) != len(weights):
         raise ValueError(
-            f"{OP}: biases must be one for each of {len(weights)} weights, got {len(biases)}"
+            f"{OP}: there must be one bias for each of {len(weights)} weights, got {len(biases)}"
         )
     for place, weight in enumerate(weights):
         arguments.check(f"weights[{place}]", weight, f"L K N{place}", FLOATS)
@@ -209,7 +211,9 @@ def _linears(
         if not split:
             check_features(OP, x, "K", f"weights[{place}]", weight.shape, 1)
         if weight.dtype != weights[0].dtype:
-            raise TypeError(f"{OP}: weights have {weights[0].dtype} and {weight.dtype}")
+            raise TypeError(
+                f"{OP}: weights must have the same dtype, got {weights[0].dtype} and {weight.dtype}"
+            )
         if biases is None:
             continue
         bias = biases[place]
@@ -270,7 +274,7 @@ def _dispatch(
     operands: tuple[Array | None, ...],
 ) -> list[Array]:
     def mosaic(interpret: bool) -> list[Array]:
-        because = f"{op}: its kernel is for decoding and has no gradient; train with nn.Linear"
+        because = f"{op}: the kernel is for decoding and has no gradient; train with nn.Linear"
         return with_gradient_of(reference, partial(kernel, interpret=interpret), because=because)(
             *operands
         )

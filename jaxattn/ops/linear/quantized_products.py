@@ -18,7 +18,7 @@ def check_gate_and_up(op: str, weights: Sequence[Array]) -> None:
     """Raises ValueError unless there are two stacks of one shape."""
     shapes = [tuple(each.shape) for each in weights]
     if len(shapes) != 2 or shapes[0] != shapes[1]:
-        raise ValueError(f"{op}: weights must be gate and up of one shape, got {shapes}")
+        raise ValueError(f"{op}: weights must be gate and up with the same shape, got {shapes}")
 
 
 def quantized_products(
@@ -64,7 +64,7 @@ def quantized_products(
     )  # fmt: skip
 
     def mosaic(interpret: bool) -> list[Array]:
-        because = f"{op}: the kernels have no gradient beside quantized weights"
+        because = f"{op}: the kernels have no gradient with quantized weights"
         return with_gradient_of(reference, partial(kernels, interpret=interpret), because=because)(
             *operands
         )

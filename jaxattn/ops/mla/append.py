@@ -116,8 +116,9 @@ def mla_append(
     rank, query_rank = dim - config.dim, 0 if q is None else q.shape[-1]
     if rank < 1 or weights.shape[-1] != dim + query_rank:
         raise ValueError(
-            f"{op}: weights {weights.shape} must be float32 of W = R + P + Q = {dim + query_rank}, "
-            f"as pack_mla_weights returns them; kv is {kv.shape}, P {config.dim}, Q {query_rank}"
+            f"{op}: weights {weights.shape} must be float32 with W = R + P + Q = "
+            f"{dim + query_rank}, as pack_mla_weights returns them; kv is {kv.shape}, P "
+            f"{config.dim}, Q {query_rank}"
         )
     check_format(arguments, kv_cache, kv_scale, kv_lora_rank=rank, qk_rope_head_dim=config.dim)
     check_rotation(op, rotation, config, (batch, q_len))

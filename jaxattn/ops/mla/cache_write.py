@@ -47,7 +47,7 @@ def check_format(
     if shape[-1] != format.width:
         raise ValueError(
             f"{op}: kv_cache {shape} {dtype} has {shape[-1]} as its last axis, but a token of "
-            f"{kv_lora_rank=} and {qk_rope_head_dim=} takes {format.width}"
+            f"{kv_lora_rank=} and {qk_rope_head_dim=} needs {format.width}"
         )
     return format, _check_kv_scale(op, kv_cache, format, kv_scale)
 
@@ -59,8 +59,8 @@ def _check_kv_scale(
     if not format.per_tensor:
         if kv_scale is not None:
             raise ValueError(
-                f"{op}: kv_scale is the scale of a {FP8.name} cache, and {described} has none; "
-                "drop kv_scale"
+                f"{op}: kv_scale is only for a {FP8.name} cache, which {described} is not; drop "
+                "kv_scale"
             )
         return None
     if kv_scale is None:
@@ -90,8 +90,8 @@ def _written_format(
         if format.width == shape[-1]:
             return format, _check_kv_scale(arguments.op, kv_cache, format, kv_scale)
     raise ValueError(
-        f"{arguments.op}: kv_cache {shape} uint8 has {shape[-1]} bytes as its last axis, which no "
-        f"latent of D = {dim} takes (latent {tuple(latent.shape)}): R e4m3 numbers, R / {BLOCK} "
+        f"{arguments.op}: kv_cache {shape} uint8 has {shape[-1]} bytes as its last axis, which "
+        f"fits no latent of D = {dim} (latent {tuple(latent.shape)}): R e4m3 numbers, R / {BLOCK} "
         f"float32 scales and D - R bfloat16 numbers, R a multiple of {BLOCK}; 656 for 512 + 64"
     )
 
@@ -171,13 +171,15 @@ def _rotated(
     """Returns `latent` with its last dims rotated, or raises if the arguments do not fit."""
     if rotation is None or config is None:
         given, missing = ("rotation=", "config=") if config is None else ("config=", "rotation=")
-        raise ValueError(f"{op}: rotation= and config= go together, got {given} without {missing}")
+        raise ValueError(
+            f"{op}: rotation= and config= must be given together, got {given} without {missing}"
+        )
     check_config(op, config)
     batch, tokens, dim = latent.shape
     if config.dim > dim or format.block_scaled and config.dim != format.qk_rope_head_dim:
         raise ValueError(
-            f"{op}: {config.dim=} dims are to be rotated, but latent {latent.shape} has "
-            f"{format.qk_rope_head_dim if format.block_scaled else dim} that can be"
+            f"{op}: {config.dim=} does not fit latent {latent.shape}, which has "
+            f"{format.qk_rope_head_dim if format.block_scaled else dim} dims to rotate"
         )
     check_rotation(op, rotation, config, (batch, tokens))
     compressed, rotated = jnp.split(latent, [dim - config.dim], axis=-1)

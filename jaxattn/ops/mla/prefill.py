@@ -146,7 +146,7 @@ def causal_attention(
     if not q.dtype == k.dtype == v.dtype == (q if k_pe is None else k_pe).dtype:
         arrays = dict(q=q, k=k, v=v) if k_pe is None else dict(q=q, k=k, v=v, k_pe=k_pe)
         raise TypeError(
-            "causal_attention: q, k and v must have one dtype, got "
+            "causal_attention: q, k and v must have the same dtype, got "
             + ", ".join(f"{name} {x.dtype} {x.shape}" for name, x in arrays.items())
         )
     scale = arguments.check_scale(scale)
@@ -289,7 +289,9 @@ def mla_prefill(
         forward = functools.partial(
             prefill_mosaic, scale=scale, block=block, format=format, interpret=interpret
         )
-        because = "mla_prefill: the backward kernel reads no cache; train with causal_attention"
+        because = (
+            "mla_prefill: the backward kernel does not read a cache; train with causal_attention"
+        )
         return with_gradient_of(xla, forward, because=because)(*args)
 
     return dispatch_kernel("mla_prefill", implementation, mosaic, lambda: xla(*args))

@@ -52,9 +52,11 @@ def refuse_lines(
     """Does the same as `refuse` for lines [L, T] whose prefixes have pages of `page` tokens."""
     refuse(op, q, nope=nope, rope=rope, values=values, interpret=interpret)
     if q.shape[1] % LINE:
-        raise Refusal(f"{op}: the kernel takes lines of whole {LINE} tokens, and got {q.shape[1]}")
+        raise Refusal(
+            f"{op}: the kernel needs lines of a multiple of {LINE} tokens, got {q.shape[1]}"
+        )
     if page % COPIED:  # a row's prefix begins with a page, after those of other rows
-        raise Refusal(f"{op}: the kernel takes pages of a multiple of {COPIED} tokens, got {page}")
+        raise Refusal(f"{op}: the kernel needs pages of a multiple of {COPIED} tokens, got {page}")
 
 
 def attend(

@@ -38,8 +38,8 @@ def merge_attention_states(
     for name, parts in (("outs", outs), ("lses", lses)):
         if not hasattr(parts, "shape") and not isinstance(parts, Sequence):
             raise TypeError(
-                f"merge_attention_states: {name} must be arrays or one stack of them, got "
-                f"{type(parts).__name__}"
+                f"merge_attention_states: {name} must be a sequence of arrays or one stack of "
+                f"them, got {type(parts).__name__}"
             )
         for i, part in enumerate([parts] if hasattr(parts, "shape") else parts):
             found = str(getattr(part, "dtype", type(part).__name__))
@@ -60,8 +60,8 @@ def merge_attention_states(
     shapes = list(zip(out_shapes, lse_shapes, strict=True))
     if any(not out or out[:-1] != lse or out != shapes[0][0] for out, lse in shapes):
         raise ValueError(
-            "merge_attention_states: every lse must be shaped as its out without the last axis, "
-            f"and all outs alike, got (out, lse) {shapes}"
+            "merge_attention_states: every lse must have the shape of its out without the last "
+            f"axis, and all outs the same shape, got (out, lse) {shapes}"
         )
     dtype = jnp.result_type(*([outs] if hasattr(outs, "shape") else outs))
     wide = jnp.promote_types(dtype, jnp.float32)

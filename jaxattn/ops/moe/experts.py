@@ -112,7 +112,7 @@ def mixture_of_experts(
     check_arena(op, arena)
     if not isinstance(listed, RoutedToken | None):
         raise TypeError(
-            f"{op}: listed must be what choose_experts returns, got {type(listed).__name__}"
+            f"{op}: listed must be a result of choose_experts, got {type(listed).__name__}"
         )
     x, ids, weights, gate_up, down = _checked(op, x, ids, weights, gate_up, down, layer, form)
     if not isinstance(activation, ClampedSwiGLU | None):
@@ -151,7 +151,7 @@ def mixture_of_experts(
         if arena is not None:
             return kernels(*operands)
         if gate_up.dtype == FP8 or form is not None:
-            because = f"{op}: the kernels have no gradient beside quantized weights"
+            because = f"{op}: the kernels have no gradient with quantized weights"
             return with_gradient_of(reference, kernels, because=because)(*operands)
         options: dict[str, Any] = {
             "activation": activation, "affine": affine, "interpret": interpret,
@@ -205,7 +205,7 @@ def _checked(
     rows, width = gate_up.shape[-2], down.shape[-1]
     if rows != 2 * width:
         raise ValueError(
-            f"{op}: gate_up {tuple(gate_up.shape)} must have 2 I = {2 * width} rows, of down "
+            f"{op}: gate_up {tuple(gate_up.shape)} must have 2 I = {2 * width} rows for down "
             f"{tuple(down.shape)}"
         )
     if gate_up.dtype != down.dtype:
@@ -282,7 +282,7 @@ def _checked_biases(
         ("gate_up_bias", gate_up_bias, rows[0]), ("down_bias", down_bias, rows[1])
     ):  # fmt: skip
         if bias is None:
-            raise ValueError(f"{op}: both products have biases or none; {name} is None")
+            raise ValueError(f"{op}: give both biases or neither; {name} is None")
         check_array(op, name, bias)
         if tuple(bias.shape) != shape or bias.dtype not in map(jnp.dtype, FLOATS):
             raise ValueError(

@@ -50,8 +50,8 @@ def check_turbo_cache(
 def check_head_dim(arguments: OpArguments, name: str, x: jax.Array, form: TurboFormat) -> None:
     if x.shape[-1] != form.head_dim:
         raise ValueError(
-            f"{arguments.op}: {name} {x.shape} has head_dim {x.shape[-1]}, and the cache's format "
-            f"{form.head_dim}"
+            f"{arguments.op}: {name} {x.shape} has head_dim {x.shape[-1]}, but the cache's format "
+            f"has {form.head_dim}"
         )
 
 

@@ -14,7 +14,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from jaxattn.server.http.connection import CHUNKS, ChunkWriter
+from jaxattn.server.http.chunk_writer import CHUNKS, ChunkWriter
 from jaxattn.server.http.error_responses import error_form
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.json_fields import JsonFields

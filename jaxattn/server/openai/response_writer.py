@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
-from jaxattn.server.http.connection import ChunkWriter
+from jaxattn.server.http.chunk_writer import ChunkWriter
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.http.event_stream import PING
 from jaxattn.server.http.request import ClientClosed, HttpRequest

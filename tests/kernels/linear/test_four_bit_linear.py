@@ -73,9 +73,9 @@ def test_numbers_of_tokens_lower_for_a_gpu(tokens):
 
 def test_weights_that_do_not_fit_are_named():
     x, weights, _ = linear_case(INT4, 2, 128, (128,))
-    with pytest.raises(ValueError, match=r"weights\[0\] \[2, 2, 2, 2304\] must .* of x \[2, 64\]"):
+    with pytest.raises(ValueError, match=r"weights\[0\] \[2, 2, 2, 2304\] must .* for x \[2, 64\]"):
         linear_four_bit_layer(x[:, :64], weights, INT4, layer=LAYER)
-    with pytest.raises(ValueError, match="must be gate and up of one shape"):
+    with pytest.raises(ValueError, match="must be gate and up with the same shape"):
         gated_four_bit_layer(x, tuple(weights), INT4, layer=LAYER)
 
 

@@ -158,7 +158,7 @@ def test_what_the_kernel_has_not_is_refused_by_name(tokens, inner, size, dtype, 
 def test_bad_arguments_are_named():
     x, weights, scales = case(2, 256, 192, 128)
     op = partial(linear_fp8_layer, layer=0)
-    with pytest.raises(ValueError, match=r"scales\[0\] must be float32 \[2, 2, 2\] of weights"):
+    with pytest.raises(ValueError, match=r"scales\[0\] must be float32 \[2, 2, 2\] for weights"):
         op(x, weights, [scales[0][:, :1], scales[1]])
     with pytest.raises(TypeError, match=r"weights\[1\]"):
         op(x, [weights[0], weights[1].astype(jnp.bfloat16)], scales)
@@ -166,7 +166,7 @@ def test_bad_arguments_are_named():
         op(x, weights, scales[:1])
     with pytest.raises(ValueError, match="x"):
         op(x[:, :128], weights, scales)
-    with pytest.raises(ValueError, match="gate and up of one shape"):
+    with pytest.raises(ValueError, match="gate and up with the same shape"):
         gated_fp8_layer(x, tuple(weights), tuple(scales), layer=0)
 
 

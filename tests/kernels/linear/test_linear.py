@@ -174,7 +174,7 @@ def test_biases_are_added_before_the_one_rounding(implementation):
     np.testing.assert_allclose(np.asarray(found[1], np.float64), expected[1], rtol=2**-8)
     with pytest.raises(ValueError, match=r"biases\[0\] \(2, 128\) must be \[L, N or more\]"):
         run(x, weights, biases=biases[1:] * 2)
-    with pytest.raises(ValueError, match="biases must be one for each of 2 weights, got 1"):
+    with pytest.raises(ValueError, match="there must be one bias for each of 2 weights, got 1"):
         run(x, weights, biases=biases[:1])
     with pytest.raises(TypeError, match=r"biases\[1\] must be .* got int32"):
         run(x, weights, biases=[biases[0], biases[1].astype(jnp.int32)])

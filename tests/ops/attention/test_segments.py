@@ -80,8 +80,8 @@ def test_low_ids_at_the_end_of_a_row_are_padding(pad):
     "options, words",
     [
         ({"segment_ids": [[0] * 8 + [2, 1] + [2] * 10]}, "segment_ids must not decrease.* token 8"),
-        ({"segment_ids": [[0] * 8 + [1] * 6 + [0] * 6]}, "row 0 has 1 at token 13 and 0 behind"),
-        ({"segment_ids": [[1] * 8 + [0] + [2] * 11]}, "row 0 has 0 at token 8 and 2 behind it"),
+        ({"segment_ids": [[0] * 8 + [1] * 6 + [0] * 6]}, "row 0 has 1 at token 13 and 0 after"),
+        ({"segment_ids": [[1] * 8 + [0] + [2] * 11]}, "row 0 has 0 at token 8 and 2 after it"),
         ({"segment_ids": np.zeros((1, 19), np.int32)}, r"segment_ids \[B, T\] has shape \(1, 19\)"),
         ({"segment_ids": np.zeros((2, 20), np.int32)}, "segment_ids"),
         ({"cu_seqlens": [0, 30]}, "cu_seqlens must start at 0"),

@@ -497,7 +497,7 @@ def test_errors_name_the_argument_and_the_shape(op):
     refused(op, "g must be float32, got bf", TypeError, g=jnp.zeros((2, 4, 4), jnp.bfloat16))
     refused(op, r"beta must be", beta=zeros((2, 4)))
     values = jnp.zeros((2, 4, 4, 8), jnp.bfloat16)
-    refused(op, r"q, k and v must share .* bfloat16", TypeError, v=values)
+    refused(op, r"q, k and v must have the same dtype, .* bfloat16", TypeError, v=values)
     state = zeros((2, 4, 16, 8))
     refused(op, r"initial_state .*\[2, 4, 8, 16\].*\[2, 4, 16, 8\]", initial_state=state)
     halves = state.astype(np.float16)

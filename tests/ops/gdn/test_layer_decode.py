@@ -589,7 +589,10 @@ def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
     "change, message",
     [
         ({"qkvz": jnp.zeros((2, 1, 700))}, r"qkvz must be \[B, S, Dc \+ Hv Dv = 768\]"),
-        ({"ba": jnp.zeros((2, 1, 3))}, r"ba must be \[B, S, 2 Hv\] = \[2, 1, 4\], or have columns"),
+        (
+            {"ba": jnp.zeros((2, 1, 3))},
+            r"ba must be \[B, S, 2 Hv\] = \[2, 1, 4\], optionally with more columns",
+        ),
         ({"weights": jnp.zeros(5)}, r"weights must be \[2180\], .* \[2, 2180\]"),
         ({"conv_state": jnp.zeros((2, 4, 3, 512))}, "with the L and Z of state"),
         ({"conv_state": jnp.zeros((2, 5, 3, 500))}, "a number of key heads Hk that divides Hv=2"),
@@ -599,8 +602,8 @@ def test_as_many_rows_as_a_grid_has_blocks_on_its_second_axis(net, monkeypatch):
         ({"writes": jnp.asarray([3, 5])}, r"write_indices must lie in \[-1, 5\)"),
         ({"writes": jnp.asarray([2, 3])}, "row 0 writes slot 2, which row 1 reads"),
         ({"writes": jnp.asarray([[3, 4]])}, r"write_indices must be integers of shape \[2\] or"),
-        ({"layer": None}, "pass layer with a stack"),
-        ({"layer": 2}, "layer=2 is not in state"),
+        ({"layer": None}, "give layer if and only if"),
+        ({"layer": 2}, "layer=2 is out of range: state"),
     ],
 )
 def test_errors_name_the_argument(change, message):
@@ -771,5 +774,5 @@ def test_gates_of_two_parts_are_added(implementation):
     first = ba.astype(jnp.bfloat16).astype(ba.dtype)
     found = step(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
     jax.tree.map(np.testing.assert_array_equal, found, step(*case.args))
-    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], or have"):
+    with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], optionally"):
         step(*case.args, halves=True)

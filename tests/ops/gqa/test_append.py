@@ -156,10 +156,10 @@ def test_gates_come_as_they_are_in_an_array_of_their_own(dim, heads, implementat
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(config=RopeConfig(dim=256)), "256 dims are to be rotated of D = 128"),
-        (dict(weights=jnp.zeros((2, 128))), "must be float32 of W = 256"),
+        (dict(config=RopeConfig(dim=256)), "config.dim=256 exceeds D = 128"),
+        (dict(weights=jnp.zeros((2, 128))), "must be float32 with W = 256"),
         (dict(kv_scale=1.0), "drop kv_scale"),
-        (dict(gates=True), "gates=True wants q"),
+        (dict(gates=True), "gates=True needs q"),
         (dict(q=jnp.zeros((4, 2, 4, 96), jnp.bfloat16)), "must have D = 128"),
         (dict(kv_cache=jnp.zeros((2, 8, 2, 16, 2, 128), FP8)), "needs kv_scale="),
     ],

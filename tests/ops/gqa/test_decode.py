@@ -288,7 +288,7 @@ def test_an_arena_comes_back():
         (dict(q=normal(2, 1, 5, 8)), ValueError, "H must be a multiple of Hk, got H = 5 of q"),
         (dict(q=normal(2, 1, 4, 9)), ValueError, r"D = 8, but q \[B, S, H, D\] has D = 9"),
         (dict(layer=None), ValueError, r"kv_cache \(3, .* is a stack of layers; give layer="),
-        (dict(layer=3), ValueError, "layer=3 is not in kv_cache"),
+        (dict(layer=3), ValueError, "layer=3 is out of range: kv_cache"),
         (dict(layer=1.0), TypeError, "layer must be an integer"),
         (dict(kv_cache=normal(3, 5, 3, 16, 2, 8)), ValueError, r"must be \[L, N, 2, C, Hk, D\]"),
         (dict(kv_cache=np.zeros((3, 5, 2, 16, 2, 8), np.uint8)), TypeError, "kv_cache must be bfl"),
@@ -304,7 +304,7 @@ def test_an_arena_comes_back():
         (
             dict(soft_cap=1e-40),
             ValueError,
-            "got 1e-40; None is no cap, and float32 .* from 1.2e-38",
+            "got 1e-40; use None for no cap, .* 1.2e-38",
         ),
         (dict(soft_cap=1e39), ValueError, r"soft_cap must be finite, got 1e\+39"),
         (dict(sinks=normal(3)), ValueError, r"sinks \[H\] has shape \(3,\)"),

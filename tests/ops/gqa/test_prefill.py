@@ -182,7 +182,11 @@ def test_a_real_rows_bits_do_not_depend_on_the_rows_beside_it():
     [
         (dict(k=normal(1, 3, 3, 8)), ValueError, "has Hk = 3|H must be a multiple of Hk|Hk = 2"),
         (dict(v=normal(1, 2, 2, 8)), ValueError, "v .* so T = 2"),
-        (dict(k=normal(1, 3, 2, 8).astype(np.float16)), TypeError, "q, k and v must have one dtyp"),
+        (
+            dict(k=normal(1, 3, 2, 8).astype(np.float16)),
+            TypeError,
+            "q, k and v must have the same dtyp",
+        ),
         (dict(query_lens=[4]), ValueError, "query_lens .* holds 4"),
         (
             dict(implementation="mosaic_gpu_interpret"),

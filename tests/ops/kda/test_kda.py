@@ -240,5 +240,5 @@ def test_sequences_that_do_not_fit_are_refused_by_name(call, message):
 
 def test_log_decays_in_another_dtype_are_refused():
     inputs = make(1, 5, 2, 2, 16)
-    with pytest.raises(TypeError, match="kda_gates returns it so"):
+    with pytest.raises(TypeError, match="kda_gates returns float32"):
         kda.chunk_kda(*inputs._replace(g=inputs.g.astype(jnp.bfloat16)))

@@ -254,7 +254,10 @@ def test_an_arena_and_states_of_either_dtype_on_a_gpu(dtype):
     [
         ({"f": np.zeros((3, 1, 4))}, r"f must be \[3, 1, 256\], got \[3, 1, 4\]"),
         ({"gate": np.zeros((3, 256))}, r"gate must be \[3, 1, 256\]"),
-        ({"b": np.zeros((3, 1, 1))}, r"b must be \[3, 1, 2\], or have columns behind these"),
+        (
+            {"b": np.zeros((3, 1, 1))},
+            r"b must be \[3, 1, 2\], optionally with more columns after these",
+        ),
         ({"weights": np.zeros(7, np.float32)}, "as pack_kda_weights returns them"),
         ({"lower_bound": 0.0}, "lower_bound must be below 0"),
     ],

@@ -98,7 +98,9 @@ def test_pages_past_a_rows_length_may_be_anything(op):
 @every_op
 @pytest.mark.parametrize("length", [-1, -(2**31), 13])
 def test_a_length_that_no_row_has(op, length):
-    words = "no length is below 0" if length < 0 else r"block_tables \(2, 3\) with pages .* reach"
+    words = (
+        "lengths must be at least 0" if length < 0 else r"block_tables \(2, 3\) with pages .* reach"
+    )
     with pytest.raises(ValueError, match=rf"{op}: seq_lens \(2,\) holds {length}, but {words}"):
         OPS[op](TABLES, changed(LENS, 0, length))
     with pytest.raises(ValueError, match=rf"{op}: query_lens \(2,\) holds {length}, but "):
@@ -112,7 +114,7 @@ def test_a_length_that_no_row_has(op, length):
         # Both last tokens at place 1 of page 3.
         ([[1, 3, 0], [0, 2, 3]], [6, 10], 1, "row 0 writes its token 5 to page 3, place 1, where"),
         # Row 0 writes place 0 of page 3, which row 1 has and does not write.
-        ([[1, 3, 0], [0, 2, 3]], [5, 10], 1, "page 3, place 0, where row 1 has its token 8; give"),
+        ([[1, 3, 0], [0, 2, 3]], [5, 10], 1, "page 3, place 0, where row 1 has its token 8; rows"),
         # One row, the same page twice.
         ([[1, 1, 0], [0, 2, 5]], [8, 9], 3, "row 0 writes its token 5 to page 1, place 1, where r"),
     ],
@@ -206,7 +208,9 @@ def test_causal_attention_of_a_traced_length_beyond_its_tokens():
     step = jax.jit(lambda lengths: mla.causal_attention(x, x, x, scale=0.3, lengths=lengths))
     for garbage in (6, 2**31 - 1, -1):
         marked(*step(np.int32([garbage, 5])), 0)
-    with pytest.raises(ValueError, match=r"lengths \(2,\) holds -1, but no length is below 0"):
+    with pytest.raises(
+        ValueError, match=r"lengths \(2,\) holds -1, but lengths must be at least 0"
+    ):
         mla.causal_attention(x, x, x, scale=0.3, lengths=np.int32([-1, 5]))
 
 
@@ -265,5 +269,5 @@ def test_a_schedule_has_no_part_for_it():
     )
     garbage, none = (jax.jit(make)(np.int32([n, 64])) for n in (3 * 64 + 1, 0))
     jax.tree.map(np.testing.assert_array_equal, garbage, none)
-    with pytest.raises(ValueError, match=r"decode_schedule: seq_lens \(2,\) holds -1, but no len"):
+    with pytest.raises(ValueError, match=r"decode_schedule: seq_lens \(2,\) holds -1, but len"):
         make(np.int32([-1, 64]))

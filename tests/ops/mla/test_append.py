@@ -291,9 +291,9 @@ def test_pages_beyond_2_31_elements(op, size, implementation):
 def test_bad_arguments_are_named():
     config = RopeConfig()
     args, positions = arguments([70], 1, None, config)
-    with pytest.raises(ValueError, match=r"mla_append: weights \(2, 575\) must be float32 of W"):
+    with pytest.raises(ValueError, match=r"mla_append: weights \(2, 575\) must be float32 with W"):
         append((*args[:2], args[2][:, 1:], *args[3:]), positions, config, None)
-    with pytest.raises(ValueError, match=r"rotation must be of positions \[B, S\] = \[1, 1\]"):
+    with pytest.raises(ValueError, match=r"rotation must be for positions \[B, S\] = \[1, 1\]"):
         append(args, jnp.zeros((1, 2), jnp.int32), config, None)
     with pytest.raises(TypeError, match=r"kv must be .*, got int32 \(1, 1, 576\)"):
         append((args[0].astype(jnp.int32), *args[1:]), positions, config, None)
@@ -316,7 +316,7 @@ def test_bad_arguments_are_named():
         append(args, positions, config, None, layer=None)
     with pytest.raises(ValueError, match=r"weights \(2, 576\) are a stack of layers; give layer="):
         append((*args[:3], args[3][1], *args[4:]), positions, config, None, layer=None)
-    with pytest.raises(ValueError, match="kv_scale is the scale of a float8_e4m3fn cache"):
+    with pytest.raises(ValueError, match="kv_scale is only for a float8_e4m3fn cache"):
         op = functools.partial(mla_append, config=config, rotation=rotation(positions, config))
         op(*args, layer=0, kv_scale=2.0, implementation="mosaic_gpu_interpret")
     with pytest.raises(NotImplementedError, match="P = 64, and got R=544, P=32"):

@@ -435,9 +435,12 @@ def test_rotation_on_the_way_is_rotation_before(dtype):
 @pytest.mark.parametrize(
     "changed, words",
     [
-        (dict(config=None), "go together, got rotation= without config="),
-        (dict(rotation=None), "go together, got config= without rotation="),
-        (dict(config=RopeConfig(32)), r"config.dim=32 dims .*latent \(2, 3, 192\) has 64"),
+        (dict(config=None), "must be given together, got rotation= without config="),
+        (dict(rotation=None), "must be given together, got config= without rotation="),
+        (
+            dict(config=RopeConfig(32)),
+            r"config.dim=32 does not fit latent \(2, 3, 192\), which has 64",
+        ),
         (dict(rotation=Rotation(np.zeros((2, 1, 128)))), r"\[B, S\] = \[2, 3\].*\(2, 1, 128\)"),
     ],
 )
@@ -495,8 +498,8 @@ OPS = {
         (FP8_CACHE, "1", TypeError, "kv_scale must be a Python number .*got str"),
         (FP8_CACHE, np.ones(5, np.float32), TypeError, r"kv_scale .* scalar, got float32 \(5,\)"),
         (FP8_CACHE, np.ones((), np.int32), TypeError, r"kv_scale .* scalar, got int32"),
-        (BYTE_CACHE, 1.0, ValueError, r"kv_cache \(5, 16, 260\) uint8 has none; drop kv_scale"),
-        (np.float32(FP8_CACHE), 1.0, ValueError, r"\(5, 16, 192\) float32 has none; drop kv_scale"),
+        (BYTE_CACHE, 1.0, ValueError, r"kv_cache \(5, 16, 260\) uint8 is not; drop kv_scale"),
+        (np.float32(FP8_CACHE), 1.0, ValueError, r"\(5, 16, 192\) float32 is not; drop kv_scale"),
         (FP8_CACHE[..., 1:], 1.0, ValueError, r"kv_cache .*\(5, 16, 191\), so D = 191.*D = 192"),
         (
             BYTE_CACHE[..., 1:],

@@ -179,7 +179,11 @@ def test_merging_nothing_is_nothing_and_a_nan_is_not_hidden():
         mla.merge_attention_states(outs, [[0.0], lses[1]])
     with pytest.raises(ValueError, match=r"\(3, 2\), \(2,\)"):
         mla.merge_attention_states(outs, [lses[0], lses[1][:2]])
-    with pytest.raises(TypeError, match="outs must be arrays or one stack of them, got NoneType"):
+    with pytest.raises(
+        TypeError, match="outs must be a sequence of arrays or one stack of them, got NoneType"
+    ):
         mla.merge_attention_states(None, lses)
-    with pytest.raises(TypeError, match="lses must be arrays or one stack of them, got generator"):
+    with pytest.raises(
+        TypeError, match="lses must be a sequence of arrays or one stack of them, got generator"
+    ):
         mla.merge_attention_states(outs, (lse for lse in lses))

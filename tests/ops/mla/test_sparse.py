@@ -303,7 +303,7 @@ SCALES = np.zeros((5, 16), np.float32)
     (dict(index_cache=np.zeros((2, 5, 16, 8))), ValueError, "index_cache .* stack .*give layer="),
     (dict(index_cache=np.zeros((5, 16, 8), np.uint8)), TypeError, "index_cache must be .*uint8"),
     (dict(index_cache=FP8), ValueError, r"index_cache .* needs k_scale=, float32 \(5, 16\)"),
-    (dict(k_scale=SCALES), ValueError, "index_cache .* float32 has none; drop k_scale"),
+    (dict(k_scale=SCALES), ValueError, "index_cache .* float32 is not; drop k_scale"),
     (dict(index_cache=FP8, k_scale=SCALES[:4]), ValueError, "k_scale .*N = 4.*N = 5"),
     (dict(index_cache=FP8, k_scale=SCALES.astype("float16")), TypeError, "k_scale must be float32"),
     (dict(seq_lens=np.int32([65, 0])), ValueError, "seq_lens .* holds 65.* reach 64"),

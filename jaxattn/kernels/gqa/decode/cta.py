@@ -26,7 +26,7 @@ from jaxattn.kernels.gqa.decode.epilogue import (
     merge,
     write_nothing,
 )
-from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
+from jaxattn.kernels.gqa.decode.fp8_register_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS, QUERIES
 from jaxattn.kernels.gqa.decode.split_kv.combine import SplitKvCombine, chunks_of

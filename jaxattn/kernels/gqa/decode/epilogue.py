@@ -20,7 +20,7 @@ from jaxattn.kernels.attention.gate_and_sink import gated, with_sink
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_iterator import SchedulePosition
-from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands
+from jaxattn.kernels.gqa.decode.fp8_register_operands import GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.packed_rows import WIDTH, PackedRows
 from jaxattn.kernels.gqa.decode.split_kv.work_iterator import VALUES, HeadWorkIterator
 from jaxattn.kernels.hopper.store.row_store import store

@@ -31,7 +31,7 @@ from jaxattn.kernels.gqa.decode.cta import (
     GqaDecodeRefs,
     GqaDecodeTile,
 )
-from jaxattn.kernels.gqa.decode.fp8_operands import P_EXPONENT, GqaFp8Operands
+from jaxattn.kernels.gqa.decode.fp8_register_operands import P_EXPONENT, GqaFp8Operands
 from jaxattn.kernels.gqa.decode.load.producer import GqaDecodeProducer, LoadPipeline, place_of
 from jaxattn.kernels.gqa.decode.load.query_gather import QueryGather
 from jaxattn.kernels.gqa.decode.mma import products_of

@@ -3,8 +3,8 @@
     scores [64, N] = K Q^T          K [64, D], Q [N, D]
     out    [D, N] += V^T P^T        V [64, D], P [N, 64]; in blocks of up to 128 dims
 
-e4m3 keys and values go through registers on their way to a product, by fp8_operands.py. The
-interpreter has no register operands, and no accumulators with an initial value.
+e4m3 keys and values go through registers on their way to a product, by fp8_register_operands.py.
+The interpreter has no register operands, and no accumulators with an initial value.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.kernels.attention.packed_row_layouts import BY_COLUMN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
 from jaxattn.kernels.gqa.decode.cta import GqaDecodeTile
-from jaxattn.kernels.gqa.decode.fp8_operands import GqaFp8Operands, block_width, in_order
+from jaxattn.kernels.gqa.decode.fp8_register_operands import GqaFp8Operands, block_width, in_order
 from jaxattn.kernels.gqa.decode.smem import over_out
 
 CLEARED = 64  # dims of values that are cleared at a time

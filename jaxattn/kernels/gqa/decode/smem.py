@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import FP8
 from jaxattn.kernels.attention.packed_row_layouts import MARGIN
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
-from jaxattn.kernels.gqa.decode.fp8_operands import tiles_of
+from jaxattn.kernels.gqa.decode.fp8_register_operands import tiles_of
 from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES, shared_bytes
 from jaxattn.kernels.hopper.instructions import swizzled
 

@@ -116,7 +116,7 @@ class ConfigFields(FieldReader):
         """Returns a list of `count` allowed words."""
         words = ListOf(OneOf(allowed), most=count, least=count)
         choices = " or ".join(map(short_repr, allowed))
-        return self.read(name, words, _MISSING, f"a list of {count} words, {choices}")
+        return self.read(name, words, _MISSING, f"a list of {count} values, each {choices}")
 
     def require(self, name: str, *allowed: Any, missing: Any = _MISSING) -> None:
         """Raises if a field has a value other than the implemented ones.
@@ -126,7 +126,7 @@ class ConfigFields(FieldReader):
         value = self.values.get(name, allowed[0] if missing is _MISSING else missing)
         if not any(value is each or value == each for each in allowed):
             choices = " or ".join(map(short_repr, allowed))
-            raise self.refused(name, f"is implemented as {choices} only", value)
+            raise self.refused(name, f"must be {choices} to be supported", value)
 
     def rotated(self, head_dim: int, default: float = 1.0) -> int:
         """Returns how many dims of a head are rotated, by `partial_rotary_factor`."""
@@ -136,7 +136,7 @@ class ConfigFields(FieldReader):
         part = (holder if name in nested else self).number(name, default)
         dims = round(part * head_dim)
         if dims != part * head_dim or dims % 2 or dims > head_dim:
-            raise self.refused(name, f"must give an even part of {head_dim} dims", part)
+            raise self.refused(name, f"must give an even number of the {head_dim} dims", part)
         return dims
 
     def _rope_objects(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -197,7 +197,7 @@ class ConfigFields(FieldReader):
             )
             return RopeConfig(dim, theta=base, interleaved=interleaved, llama3=llama3)
         kinds = "'yarn', 'llama3', 'linear' or 'dynamic'"
-        raise self.refused("rope_scaling.type", f"is implemented as {kinds} only", kind)
+        raise self.refused("rope_scaling.type", f"must be {kinds} to be supported", kind)
 
 
 def _read_yarn(given: ConfigFields) -> YarnConfig:
@@ -238,5 +238,5 @@ def _read_mscale(given: ConfigFields, factor: float, mscale: float, all_dim: flo
         if math.isclose(grown, slope * weight, rel_tol=1e-9, abs_tol=1e-12):
             return weight
     if not slope or not 0 <= grown <= 100 * slope:
-        raise given.refused("attention_factor", "is a length that no mscale from 0 to 100 gives")
+        raise given.refused("attention_factor", "must be the result of an mscale from 0 to 100")
     return grown / slope

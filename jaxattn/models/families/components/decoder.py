@@ -54,8 +54,8 @@ def with_draft_head(
     """
     if not layers:
         raise ConfigError(
-            f"{fields.where}: there is no prediction layer (MTP), which speculate_by='mtp' needs; "
-            "set speculate_by to 'lookup', or speculate to 0"
+            f"{fields.where}: speculate_by='mtp' needs a prediction layer (MTP), but the model "
+            "has none; set speculate_by to 'lookup', or speculate to 0"
         )
     spec = model.spec
     spec = dataclasses.replace(spec, blocks=(*spec.blocks, block), draft_head=head)

@@ -75,7 +75,7 @@ def head_dim(fields: ConfigFields) -> int:
         return fields.integer("head_dim")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if hidden % heads:
-        rule = f"must divide hidden_size={hidden:,} where there is no head_dim"
+        rule = f"must divide hidden_size={hidden:,} if head_dim is missing"
         raise fields.refused("num_attention_heads", rule, heads)
     return hidden // heads
 

@@ -90,7 +90,9 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     read = _read_int4 if values["format"] == "pack-quantized" else _read_float
     found = [read(*_group(given, name, group)) for name, group in groups.items()]
     if len(set(found)) > 1:
-        raise given.refused("config_groups", "is implemented with one strategy only", sorted(found))
+        raise given.refused(
+            "config_groups", "must use the same strategy for all groups", sorted(found)
+        )
     return found[0]
 
 

@@ -53,7 +53,8 @@ def _sparse(fields: ConfigFields) -> list[bool]:
     dense = fields.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not set(range(count)).issuperset(dense):
         raise ConfigError(
-            f"{fields.where}: mlp_only_layers must be layers from 0 to {count - 1}; got {dense!r}"
+            f"{fields.where}: mlp_only_layers must be a list of layers from 0 to {count - 1}; got "
+            f"{dense!r}"
         )
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 

@@ -52,7 +52,7 @@ def _rotates(fields: ConfigFields, layers: int) -> list[bool]:
     if fields.values.get("no_rope_layers") is not None:
         # The list may belong to a longer model.
         rule = ListOf(Integer(0, 1), most=1024, least=layers)
-        wanted = f"a list of at least {layers} numbers, 0 or 1"
+        wanted = f"a list of at least {layers} numbers, each 0 or 1"
         found = fields.read("no_rope_layers", rule, None, wanted)
         return [bool(each) for each in found[:layers]]
     every = fields.integer("no_rope_layer_interval", 4)

@@ -72,7 +72,7 @@ def open_tensors(
     names = {name: hub_name(name) for name in header.tensors if name != ROPE}
     if unknown := [repr(name) for name, own in names.items() if own is None]:
         raise CheckpointError(
-            f"{header.path} holds tensors that are none of the model's: "
+            f"{header.path} holds tensors that the model does not have: "
             f"{short_list(unknown, width=200)}"
         )
     tensors, encodings = dict[str, TensorEntry](), dict[str, GgufEncoding]()
@@ -107,6 +107,6 @@ def _check_path(path: Path) -> None:
     """
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", path.name) and "-00001-of-00001" not in path.name:
         raise CheckpointError(
-            f"{short_repr(path.name)} is a part of a model in several files, which are not read; "
-            "merge them with llama-gguf-split --merge"
+            f"{short_repr(path.name)} is part of a model in several files, which are not "
+            "supported; merge them with llama-gguf-split --merge"
         )

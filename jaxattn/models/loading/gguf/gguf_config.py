@@ -96,8 +96,8 @@ def _llama3(header: GgufHeader, dim: Any, theta: Any) -> dict[str, Any]:
         wanted = np.zeros(0, np.float32)
     if not stored.size or stored.shape != wanted.shape or not np.allclose(stored, wanted, 1e-5, 0):
         raise CheckpointError(
-            f"{header.path}: {ROPE} has other numbers than Llama 3's scaling of RoPE, of "
-            f"{_LLAMA3} and a factor, gives {dim} dims; load the model's folder from the hub"
+            f"{header.path}: {ROPE} differs from Llama 3's RoPE scaling of {dim} dims with "
+            f"{_LLAMA3} and any factor; load the model's folder from the hub"
         )
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 

@@ -61,8 +61,8 @@ class GgufEncoding(WeightEncoding):
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         if shape[-1] % self.kind.numbers:
             raise ValueError(
-                f"{name!r} is stored in {self.kind.name}, and {list(shape)} has no whole blocks of "
-                f"{self.kind.numbers} columns"
+                f"{name!r} is stored in {self.kind.name}, but {list(shape)} does not divide into "
+                f"blocks of {self.kind.numbers} columns"
             )
         return (EncodedTensor(name, self.stored_shape(shape), (self.dtype,)),)
 

@@ -110,17 +110,17 @@ def read_gguf(path: Path) -> GgufHeader:
 
 def _parsed(path: Path, reader: "_Reader") -> GgufHeader:
     if reader.take(4) != MAGIC:
-        raise ValueError("is no GGUF file: it does not begin with GGUF")
+        raise ValueError("is not a GGUF file: it does not begin with GGUF")
     version = reader.scalar("I")
     if version not in VERSIONS:
         known = " and ".join(map(str, VERSIONS))
-        raise ValueError(f"has version {version:,} of GGUF; {known} are read, with low bytes first")
+        raise ValueError(f"has GGUF version {version:,}; supported are {known}, little-endian")
     count, entries = reader.count("tensors"), reader.count("metadata")
     metadata: dict[str, Any] = {}
     for _ in range(entries):
         key = reader.text()
         if key in metadata:
-            raise ValueError(f"is damaged: it has the metadata {key!r:.80} twice")
+            raise ValueError(f"is damaged: it has the metadata key {key!r:.80} twice")
         metadata[key] = reader.value(reader.scalar("I"))
     found = [_entry(reader) for _ in range(count)]
     alignment = metadata.get(ALIGNMENT, 32)
@@ -134,11 +134,11 @@ def _parsed(path: Path, reader: "_Reader") -> GgufHeader:
         begin = data + offset
         nbytes = math.prod(shape) // kind.numbers * kind.nbytes
         if offset % alignment:
-            raise ValueError(f"is damaged: the tensor {name!r:.80} begins between two blocks")
+            raise ValueError(f"is damaged: the tensor {name!r:.80} begins at an unaligned offset")
         if begin + nbytes > reader.size:
             raise ValueError(
-                f"is cut off: the tensor {name!r:.80} ends at byte {begin + nbytes:,}, and the "
-                f"file has {reader.size:,}"
+                f"is cut off: the tensor {name!r:.80} ends at byte {begin + nbytes:,}, but the "
+                f"file has {reader.size:,} bytes"
             )
         tensors[name] = GgufTensor(kind, shape, begin, nbytes)
     return GgufHeader(path, metadata, tensors)
@@ -153,13 +153,13 @@ def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
     number, offset = reader.scalar("I"), reader.scalar("Q")
     if number not in TYPES:
         known = ", ".join(each.name for each in TYPES.values())
-        other = OTHERS.get(number, f"of number {number:,}")
-        raise ValueError(f"holds {name!r:.80} of the type {other}; those that are read are {known}")
+        other = OTHERS.get(number, f"number {number:,}")
+        raise ValueError(f"holds {name!r:.80} of type {other}; supported types are {known}")
     kind = TYPES[number]
     if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.numbers:
         raise ValueError(
-            f"is damaged: the tensor {name!r:.80} has the shape {short_repr(list(shape))}, and "
-            f"{kind.name} blocks of {kind.numbers} columns"
+            f"is damaged: the tensor {name!r:.80} has the shape {short_repr(list(shape))}, which "
+            f"does not fit {kind.name} blocks of {kind.numbers} columns"
         )
     return name, kind, shape, offset
 
@@ -177,7 +177,8 @@ class _Reader:
     def take(self, nbytes: int) -> bytes:
         if nbytes > self.size - self.at:
             raise ValueError(
-                f"is cut off or no GGUF file: {self.size:,} bytes end within its header"
+                f"is cut off or not a GGUF file: it ends after {self.size:,} bytes, within its "
+                "header"
             )
         found = self._content[self.at : self.at + nbytes].tobytes()
         self.at += nbytes
@@ -189,7 +190,7 @@ class _Reader:
     def count(self, what: str) -> int:
         found: int = self.scalar("Q")
         if found > MOST_ENTRIES:
-            raise ValueError(f"is damaged: it says that it has {found:,} entries of {what}")
+            raise ValueError(f"is damaged: it claims to have {found:,} entries of {what}")
         return found
 
     def text(self) -> str:
@@ -207,7 +208,7 @@ class _Reader:
                 return struct.unpack(f"<{count}{code}", whole)
             if inner == _STRING and count <= self.size:
                 return tuple(self.text() for _ in range(count))
-            raise ValueError(f"is damaged: it has an array of the type {inner:,}")
+            raise ValueError(f"is damaged: it has an array of the unknown type {inner:,}")
         if kind not in _SCALARS:
-            raise ValueError(f"is damaged: it has metadata of the type {kind:,}")
+            raise ValueError(f"is damaged: it has metadata of the unknown type {kind:,}")
         return self.scalar(_SCALARS[kind])

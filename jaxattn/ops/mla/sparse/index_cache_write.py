@@ -32,8 +32,8 @@ def check_index_cache(
     if not IndexKeyFormat(cache.dtype, cache.shape[-1]).scaled:
         if k_scale is not None:
             raise ValueError(
-                f"{arguments.op}: k_scale holds the scales of a float8_e4m3fn cache, and "
-                f"{described} has none; drop k_scale"
+                f"{arguments.op}: k_scale is only for a float8_e4m3fn cache, which {described} is "
+                "not; drop k_scale"
             )
         return cache, None, block_tables, seq_lens
     if k_scale is None:

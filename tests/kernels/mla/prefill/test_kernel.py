@@ -366,7 +366,7 @@ def test_refuses_what_it_does_not_serve(q_dim, v_dim, dtype, words):
     "page, tokens, words",
     [
         (60, 128, "pages of a multiple of 8 tokens, got 60"),
-        (64, 72, "whole 128 tokens, and got 72"),
+        (64, 72, "multiple of 128 tokens, got 72"),
     ],
 )
 def test_refuses_lines_and_pages_that_no_copy_begins_at(page, tokens, words):

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.kernels.attention.packed_row_layouts import SCORES
-from jaxattn.kernels.gqa.decode.fp8_operands import half_queries, in_order, order_of
+from jaxattn.kernels.gqa.decode.fp8_register_operands import half_queries, in_order, order_of
 from jaxattn.kernels.gqa.decode.load.packed_rows import PackedRows
 from jaxattn.kernels.gqa.decode.smem import ACROSS
 from jaxattn.kernels.gqa.decode.split_kv.work_iterator import HeadWorkIterator

@@ -23,8 +23,8 @@ from jaxattn.kernels.attention.softmax_constants import LOG2E
 from jaxattn.kernels.attention.work_iterator import WorkIterator, nothing_or_nan
 from jaxattn.kernels.hopper.store.row_store import store
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
-from jaxattn.kernels.mla.decode.fp8_operands import store_output
 from jaxattn.kernels.mla.decode.latent_tile import RANK
+from jaxattn.kernels.mla.decode.swap_ab.fp8_register_operands import store_output
 from jaxattn.kernels.mla.decode.swap_ab.smem import OUTPUTS, WARPGROUPS, over_out
 
 

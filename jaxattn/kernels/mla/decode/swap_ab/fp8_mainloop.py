@@ -1,6 +1,6 @@
 """The mainloop of a warpgroup of `mla_decode_swap_ab` over the FP8 pages of a piece.
 
-mla/decode/fp8_operands.py widens pages in registers, without their scales. A token has one scale
+fp8_register_operands.py widens pages in registers, without their scales. A token has one scale
 per block of 128 dims. The scale of a block multiplies the token's scores, so that there is one
 product per block, and its P, so that there is one P per block:
 
@@ -22,9 +22,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxattn.core.cache.formats import BLOCK
 from jaxattn.kernels.attention.packed_row_layouts import BY_ROW, SCORES
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.mla.decode.fp8_operands import MlaFp8Operands, unknown_zero
 from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbCta
+from jaxattn.kernels.mla.decode.swap_ab.fp8_register_operands import MlaFp8Operands, unknown_zero
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import (
     Accumulators,
     SwapAbMainloop,

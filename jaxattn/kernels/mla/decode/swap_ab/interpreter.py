@@ -1,4 +1,4 @@
-"""Stand-ins for wgmma and mla/decode/fp8_operands.py in the interpreter; they sum in another order.
+"""Stand-ins in the interpreter for wgmma and fp8_register_operands.py; they sum in another order.
 
 The interpreter of JAX 0.11.2 supports neither register operands nor stores to an accumulator.
 """
@@ -11,9 +11,13 @@ from jax import lax
 
 from jaxattn.core.cache.formats import BLOCK, BYTES, FP8
 from jaxattn.kernels.attention.split_kv_schedule import PAGE
-from jaxattn.kernels.mla.decode.fp8_operands import FLOAT_BIAS, QUERY_EXPONENT, ROPE_EXCESS
 from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE, SCALE_BYTES
 from jaxattn.kernels.mla.decode.swap_ab.fp8_mainloop import SwapAbFp8Mainloop
+from jaxattn.kernels.mla.decode.swap_ab.fp8_register_operands import (
+    FLOAT_BIAS,
+    QUERY_EXPONENT,
+    ROPE_EXCESS,
+)
 from jaxattn.kernels.mla.decode.swap_ab.mainloop import Accumulators, SwapAbMainloop, over_keys
 
 

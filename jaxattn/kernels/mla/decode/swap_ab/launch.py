@@ -3,8 +3,8 @@ AB).
 
 `mla_decode` pads S * H packed rows to tiles of 64. Here a CTA takes the packed rows as they are, up
 to 32; where there are more, another CTA reads the pages again. In kernel.py two warpgroups take in
-turns the pages that attention/work_iterator.py assigns to the CTA. mla/decode/fp8_operands.py
-widens FP8 pages. The schedule, the output and the split-KV combine are those of `mla_decode`.
+turns the pages that attention/work_iterator.py assigns to the CTA. fp8_register_operands.py widens
+FP8 pages. The schedule, the output and the split-KV combine are those of `mla_decode`.
 
 Limits: R 512 and P 64 or 0 (D 576 or 512), pages of 16, 32, 64 or 128 tokens, any H and S. Queries
 and cache of bfloat16 or float16; or, with P 64, bfloat16 queries and a float8_e4m3fn or uint8
@@ -23,10 +23,10 @@ from jaxattn.core.dispatch import Refusal
 from jaxattn.kernels.attention.split_kv_schedule import packed_rows
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.mla.decode.arguments import MlaDecodeCall
-from jaxattn.kernels.mla.decode.fp8_operands import order_queries
 from jaxattn.kernels.mla.decode.latent_tile import RANK, ROPE
 from jaxattn.kernels.mla.decode.outputs import MlaDecodeOutputs
 from jaxattn.kernels.mla.decode.swap_ab.cta_context import SwapAbConfig, SwapAbRefs
+from jaxattn.kernels.mla.decode.swap_ab.fp8_register_operands import order_queries
 from jaxattn.kernels.mla.decode.swap_ab.kernel import SwapAbKernel
 from jaxattn.kernels.mla.decode.swap_ab.smem import WARPGROUPS, scratch_types
 

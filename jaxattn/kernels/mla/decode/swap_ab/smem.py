@@ -11,8 +11,8 @@ from jaxattn.core.cache.formats import BLOCK, BYTES, LatentFormat
 from jaxattn.kernels.attention.packed_row_layouts import MARGIN, tiled
 from jaxattn.kernels.attention.split_kv_schedule import PAGE, copies_of
 from jaxattn.kernels.hopper.instructions import swizzled
-from jaxattn.kernels.mla.decode.fp8_operands import ROW_BYTES
 from jaxattn.kernels.mla.decode.latent_tile import BLOCKS, RANK, ROPE, SWIZZLED
+from jaxattn.kernels.mla.decode.swap_ab.fp8_register_operands import ROW_BYTES
 
 WARPGROUPS = 2  # they take a piece's pages in turns
 # Tiles of a page with one scale, 128 bytes of each token: the blocks, then the rope numbers.

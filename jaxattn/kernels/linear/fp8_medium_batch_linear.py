@@ -16,7 +16,7 @@ the CTAs. A token's result does not depend on the other tokens.
 Limits: 256 tokens; matrices, pairs of columns and dtypes as in fp8_linear.py. Tokens that are not a
 multiple of 8, or of 16 above 128, are copied to one.
 Reference: `jaxattn.ops.linear.fp8_linear` (implementation="xla"). Tests:
-tests/kernels/linear/test_fp8_large_batch_linear.py.
+tests/kernels/linear/test_fp8_medium_batch_linear.py.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The warm-up of an engine: the allocation of its state, and two runs per step."""
+"""The allocation of an engine's state and rows as planned, and the warm-up of its steps."""
 
 import functools
 from collections.abc import Callable, Mapping

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn.kernels.hopper.device import RESERVED_BYTES, SHARED_BYTES
-from jaxattn.kernels.linear import fp8_large_batch_linear
-from jaxattn.kernels.linear.fp8_large_batch_linear import (
+from jaxattn.kernels.linear import fp8_medium_batch_linear
+from jaxattn.kernels.linear.fp8_medium_batch_linear import (
     choose,
     columns_of,
     many_linears_fp8_mosaic,
@@ -90,7 +90,7 @@ def test_a_block_has_room_and_its_tokens(inner, sizes, gated, tokens):
 
 @pytest.mark.parametrize("inner, sizes, gated", [SHAPES[0], SHAPES[4]])
 def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, monkeypatch):
-    monkeypatch.setattr(fp8_large_batch_linear, "require_hopper", lambda *args, **kwargs: None)
+    monkeypatch.setattr(fp8_medium_batch_linear, "require_hopper", lambda *args, **kwargs: None)
     assert kernels_lowered(many_linears_fp8_mosaic, 128, inner, sizes, gated) == 1
 
 
