@@ -119,7 +119,7 @@ def test_rows_that_need_little_have_their_cache_whole():
     """Then no bound has to be looked into."""
     choice = chosen(Limits(batch=2, max_model_len=1024))
     assert choice.limits.utilization is None and choice.limits.pages == 32
-    assert any(reason.startswith("pages 32: all rows at full length") for reason in choice.reasons)
+    assert any(reason.startswith("pages 32: enough for all rows") for reason in choice.reasons)
 
 
 # What does not fit -------------------------------------------------------------------------------
