@@ -123,8 +123,10 @@ def test_shapes_that_do_not_fit_are_named():
 )
 def test_a_layer_outside_of_the_stack_is_refused(layer, error, words, implementation):
     x, weights = operands((1,), 256)
-    with pytest.raises(error, match=f"rms_norm_layer: {words}"):
+    with pytest.raises(error, match=f"^rms_norm_layer: {words}"):
         rms_norm_layer(x, weights, layer=layer, implementation=implementation)
+    with pytest.raises(error, match=f"^add_rms_norm_layer: {words}"):
+        add_rms_norm_layer(x, x, weights, layer=layer, implementation=implementation)
 
 
 @pytest.mark.parametrize("layer", [np.int64(2), np.array(2), jnp.int32(2), LayerIndex(2, 1, 0)])

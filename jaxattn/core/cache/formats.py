@@ -203,7 +203,7 @@ class KVFormat:
     def __post_init__(self) -> None:
         check_sizes("KVFormat", head_dim=self.head_dim)
         if self.name not in (*FLOATS, "fp8", *TURBOQUANT):
-            names = ", ".join(("bfloat16", "float16", "fp8", *TURBOQUANT))
+            names = ", ".join((*FLOATS, "fp8", *TURBOQUANT))
             raise ValueError(f"KVFormat: name must be one of {names}, got {self.name!r}")
         if self.name in TURBOQUANT and self.head_dim & (self.head_dim - 1):
             raise ValueError(

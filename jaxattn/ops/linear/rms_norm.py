@@ -64,11 +64,12 @@ def add_rms_norm_layer(
 
     Other arguments, limits and errors are those of `rms_norm_layer`.
     """
-    check_array("rms_norm_layer", "x", x)
-    check_array("rms_norm_layer", "added", added)
+    check_array("add_rms_norm_layer", "x", x)
+    check_array("add_rms_norm_layer", "added", added)
     if x.shape != added.shape:
         raise ValueError(
-            f"rms_norm_layer: added {tuple(added.shape)} must have the shape of x {tuple(x.shape)}"
+            f"add_rms_norm_layer: added {tuple(added.shape)} must have the shape of x "
+            f"{tuple(x.shape)}"
         )
     return _normed(x, added, weights, layer, eps, dtype, implementation)
 
@@ -83,7 +84,7 @@ def _normed(
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
     """Returns (the sum, or x if nothing is added; its norm)."""
-    op = "rms_norm_layer"
+    op = "rms_norm_layer" if added is None else "add_rms_norm_layer"
     weights = OpArguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)
     eps = finite(op, "eps", eps)
@@ -102,5 +103,5 @@ def _normed(
         total = x if added is None else x.astype(jnp.float32) + added
         return total, rms_norm(total, weights[number], eps).astype(out_dtype)
 
-    with jax.named_scope(op):
-        return dispatch_kernel(op, implementation, mosaic, xla)
+    with jax.named_scope("rms_norm_layer"):
+        return dispatch_kernel("rms_norm_layer", implementation, mosaic, xla)

@@ -193,11 +193,11 @@ def checked_call(
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
-                "mla_decode: schedule must be a result of decode_schedule, got "
+                f"{op}: schedule must be a result of decode_schedule, got "
                 f"{type(schedule).__name__}"
             )
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
-        schedule.check("mla_decode", q.shape, max_pages)
+        schedule.check(op, q.shape, max_pages)
     check_arena(op, arena)
     refuse_explicit_axes(op, q, kv_cache, block_tables, seq_lens, query_lens)
     call = MlaDecodeCall(
@@ -218,7 +218,7 @@ def checked_call(
         heads, gpus = call.num_heads, lax.axis_size(merge.axes)
         if call.q_len > 1 or heads % gpus or heads > q.shape[2]:
             raise ValueError(
-                f"mla_decode: with merge, q {q.shape} must have S = 1 and the merge's {heads} "
+                f"{op}: with merge, q {q.shape} must have S = 1 and the merge's {heads} "
                 f"heads, which divide over {gpus} GPUs"
             )
     if parts is not None and takes_split_queries(call.num_heads):
