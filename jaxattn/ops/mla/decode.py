@@ -193,8 +193,7 @@ def checked_call(
     if schedule is not None:
         if not isinstance(schedule, Schedule):
             raise TypeError(
-                f"{op}: schedule must be a result of decode_schedule, got "
-                f"{type(schedule).__name__}"
+                f"{op}: schedule must be a result of decode_schedule, got {type(schedule).__name__}"
             )
         max_pages = num_steps(block_tables.shape[1], kv_cache.shape[-2])
         schedule.check(op, q.shape, max_pages)
