@@ -62,7 +62,8 @@ def main(rank: int, coordinator: str, what: str) -> None:
                 print(json.dumps(tokens), flush=True)
                 return
             if wrong in ("killed", "stuck"):
-                driver.ModelStep = Fails(wrong)
+                assert callable(driver.prefill_step)  # which the loop calls for a leader's step
+                driver.prefill_step = Fails(wrong)
             made.follow(crew)
             print("followed", flush=True)
 
