@@ -54,6 +54,19 @@ if TYPE_CHECKING:
     from jaxattn.ops.mla.prefill import mla_prefill as mla_prefill
     from jaxattn.ops.mla.state_merge import merge_attention_states as merge_attention_states
     from jaxattn.parallel import Parallel as Parallel
+else:  # a type checker that saw this function would accept every name
+
+    def __getattr__(name: str) -> Any:
+        """Imports a name, or a submodule, at its first use."""
+        if (module := _MODULES.get(name)) is not None:
+            found = getattr(importlib.import_module(module), name)
+        elif name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        else:
+            found = importlib.import_module(f"{__name__}.{name}")
+        globals()[name] = found
+        return found
+
 
 moved_modules.install()
 
@@ -98,18 +111,6 @@ _MODULES = {
 }
 
 __all__ = [*_MODULES]
-
-
-def __getattr__(name: str) -> Any:
-    """Imports a name, or a submodule, at its first use."""
-    if (module := _MODULES.get(name)) is not None:
-        found = getattr(importlib.import_module(module), name)
-    elif name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    else:
-        found = importlib.import_module(f"{__name__}.{name}")
-    globals()[name] = found
-    return found
 
 
 def __dir__() -> list[str]:

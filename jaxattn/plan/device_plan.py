@@ -166,7 +166,8 @@ def _bound_in(model: Model, step: EngineStep, limits: Limits, on_hopper: bool) -
     if isinstance(step, ModelStep | FusedDecodeStep) and not isinstance(
         step, SpeculativeDecodeStep
     ):
-        longest = min(limits.table_width * limits.page_tokens, MOST)
+        # A chunk may be longer than a table of few pages: the step has room for whole chunks.
+        longest = max(min(limits.table_width * limits.page_tokens, MOST), limits.chunks[-1])
     prompts = limits.chunks[-1], limits.prompt_rows * limits.groups
     drafts = step.drafts if isinstance(step, SpeculativeDecodeStep) else 0, "lookup"
     if limits.uses_draft_head:  # other steps keep the head's inputs, too

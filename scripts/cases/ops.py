@@ -1,4 +1,4 @@
-"""The ops that cases call: each op's function, and its arrays as a line of text (shapes.py)."""
+"""The ops that cases call: each op's function, and its arrays as a line of text (shape_spec.py)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
