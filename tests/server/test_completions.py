@@ -78,7 +78,8 @@ def test_choices_of_a_seed_differ_and_come_again(real):
 
 
 def test_an_unseeded_draw_is_another_each_time(real):
-    drawn = {texts(real.complete("def ", max_tokens=6, temperature=1.5))[0] for _ in range(3)}
+    # Two draws of 6 tokens are equal in 1 of 200 pairs; of 24 tokens, 150 draws were all different.
+    drawn = {texts(real.complete("def ", max_tokens=24, temperature=1.5))[0] for _ in range(3)}
     assert len(drawn) == 3
 
 
