@@ -1,8 +1,10 @@
 """The checked plan of a public model, with advice if it does not fit."""
 
+import bisect
 import dataclasses
 from typing import Any
 
+from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.limits import Limits, UnsetInt, larger_shares
 from jaxattn.memory.device_memory import DeviceMemory
 from jaxattn.memory.plan import MemoryPlan
@@ -38,30 +40,36 @@ def plan_model(
     check_placement(model, limits, place)
     limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
 
-    def helps(*_: Any) -> tuple[str, ...]:
-        return advice(model, memory, group_limits(model, limits), place) if advised else ()
+    def helps(tried: Limits, *_: Any) -> tuple[str, ...]:
+        return advice(model, memory, limits, place, tried) if advised else ()
 
     if isinstance(model, DecoderSizes) and place.gpus == 1:
         return single(model, memory, place).checked(limits, helps)
+    limits = group_limits(model, limits)
     made = plan_group(model, memory, limits, place)
-    made.check(helps)
+    made.check(lambda: helps(limits))
     pages = made["kv cache"] // page_bytes(model, place)
     if pages < limits.pages_per_row and limits.num_pages is None:
         made.refuse(
             f"the item that does not fit is the kv cache: {pages:,} pages are left, but one row "
             f"of {limits.max_model_len:,} tokens needs {limits.pages_per_row:,}",
-            helps(),
+            helps(limits),
         )
     return made
 
 
 def advice(
-    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement
+    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement, tried: Limits
 ) -> tuple[str, ...]:
     """Returns changes that make the plan fit, with at least the pages of one row at full length.
 
     Each is a single change. If no single change is enough, the result is the fewest GPUs, combined
     with the limits that must be smaller.
+
+    Args:
+        limits: The limits as given. What they leave open stays open in each plan that is tried,
+            because it is open if the user follows the advice.
+        tried: The limits that do not fit, with a value for what `limits` leave open.
     """
 
     def holds_a_row(changed: Limits, on: ModelPlacement) -> bool:
@@ -84,17 +92,36 @@ def advice(
 
     def gpus_for(changed: Limits) -> int | None:
         if isinstance(model, DecoderSizes) and place.gpus == 1:  # an engine can serve a layout
-            layout = fewest_gpus(model.model, memory, changed, 2)
+            # Without a batch, layouts for any number of rows count, and the search takes minutes.
+            fixed = group_limits(model.model, changed)
+            layout = fewest_gpus(model.model, memory, fixed, 2)
             return layout.gpus if layout else None
         # Count up by one, so that the result does not depend on the current number of GPUs.
         sizes = range(place.gpus + 1, MOST_GPUS + 1)
         return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
 
     def smaller(name: str, on: ModelPlacement, like: Limits) -> int | None:
-        value = getattr(like, name) // 2
-        while value and not fits(_with(like, **{name: value}), on):
-            value //= 2
-        return value or None
+        """Finds the largest value that fits, of those that halving the limit gives.
+
+        If a value fits, smaller ones do too, down to the least that can. So bisection plans few.
+        """
+
+        def changed(value: int) -> Limits | None:
+            try:
+                return dataclasses.replace(like, **{name: value})
+            except ValueError:  # smaller than a given bucket
+                return None
+
+        whole = getattr(tried if name in like.unset else like, name)
+        least = {"max_model_len": PAGE_SIZE, "num_pages": like.pages_per_row}.get(name, 1)
+        values = [whole >> halvings for halvings in range(1, whole.bit_length())]
+        allowed = [(v, made) for v in values if v >= least and (made := changed(v))]
+        if not allowed or not fits(allowed[-1][1], on):
+            return None
+        first = bisect.bisect_left(
+            allowed, True, hi=len(allowed) - 1, key=lambda each: fits(each[1], on)
+        )
+        return allowed[first][0]
 
     found = []
     for larger in larger_shares(limits.utilization):
@@ -103,7 +130,7 @@ def advice(
             break
     if gpus := gpus_for(limits):
         found.append(f"{gpus} GPUs (--gpus {gpus})")
-    for name in ("batch", "max_model_len", "num_pages", "prefill_chunk"):
+    for name in ("batch", "max_model_len", "num_pages", "prefill_chunk", "prefill_rows"):
         if getattr(limits, name) and (value := smaller(name, place, limits)):
             found.append(f"--{name.replace('_', '-')} {value}")
     if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
@@ -119,8 +146,9 @@ def advice(
             found.append("attention divided by heads (--attention tensor)")
     if found:
         return tuple(found)
-    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,))
-    one_row = _with(plain, batch=1)
+    given = {name: () for name in ("decode_buckets", "prefill_buckets") if name not in limits.unset}
+    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **given)
+    one_row = dataclasses.replace(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
         return (f"a larger device (--device): {MOST_GPUS} of these are not enough",)
@@ -133,9 +161,3 @@ def advice(
     if limits.num_pages:
         changes.append("no --num-pages")
     return (" with ".join(changes),)
-
-
-def _with(limits: Limits, **smaller: int) -> Limits:
-    """Returns the limits with smaller values, and without buckets, which could be too large."""
-    changes: dict[str, Any] = {**smaller, "decode_buckets": (), "prefill_buckets": ()}
-    return dataclasses.replace(limits, **changes)
