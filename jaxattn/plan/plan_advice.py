@@ -146,7 +146,8 @@ def advice(
             found.append("attention divided by heads (--attention tensor)")
     if found:
         return tuple(found)
-    given = {name: () for name in ("decode_buckets", "prefill_buckets") if name not in limits.unset}
+    buckets = ("decode_buckets", "prefill_buckets")
+    given: dict[str, Any] = {name: () for name in buckets if name not in limits.unset}
     plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **given)
     one_row = dataclasses.replace(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)

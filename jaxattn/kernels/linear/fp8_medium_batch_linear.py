@@ -45,7 +45,7 @@ from jaxattn.kernels.hopper.instructions import swizzled
 from jaxattn.kernels.hopper.reduce.cluster_reduction import cluster_barrier, cluster_block_index
 from jaxattn.kernels.hopper.store.transposed_store import store_transposed
 from jaxattn.kernels.hopper.store.unoptimized_store import store
-from jaxattn.kernels.hopper.wgmma_fragments import (
+from jaxattn.kernels.hopper.wgmma_accumulator_storage import (
     GROUP,
     NUMBERS,
     PRODUCT,
@@ -285,7 +285,7 @@ class Fp8LargeBatchLinearRefs:
     out_refs: Any
     x_smem: Any  # [stage, columns, 128]
     w_smem: Any  # [stage, warpgroup, 64, 128]
-    sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/wgmma_fragments.py
+    sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/wgmma_accumulator_storage.py
     loaded: Any  # full barriers
     read: Any  # empty barriers, arrived at by both consumers
     met: Any  # arrived at by gate's and up's warpgroups

@@ -1,38 +1,34 @@
 """The base of delta-rule layers: weights, checks, and prefill of a chunk of rows' prompts."""
 
 import abc
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
-from jaxattn.core.cache.state_pool import check_pool, state_read, state_write
 from jaxattn.core.dispatch import Implementation
-from jaxattn.core.layer_index import LayerIndex, checkable_layer
+from jaxattn.core.layer_index import LayerIndex
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
-    check_array,
     check_features,
-    check_integers,
     keep_concrete,
 )
-from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.nn.linear import Linear, normal
+from jaxattn.nn.linear_attention.delta_chunk import DeltaChunk
+from jaxattn.nn.linear_attention.state_checks import check_lengths, check_pools
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.attention.segments import SegmentBounds
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d, causal_conv1d_of_segments
+from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
@@ -354,7 +350,7 @@ class DeltaLayer(nnx.Module):
 
     def _check_chunk(
         self, op: str, x: Any, pools: tuple[Any, Any], slots: Any, lens: tuple[Any, Any], layer: Any
-    ) -> "DeltaChunk":
+    ) -> DeltaChunk:
         """Checks the arguments and returns the chunk of x.
 
         Args:
@@ -393,169 +389,3 @@ def init_decay_rates(rngs: nnx.Rngs, num_heads: int) -> nnx.Param:
     """A_log of the paper's decay rates, uniform in (0, 16), but away from 0, whose log is -inf."""
     rates = jax.random.uniform(rngs.params(), (num_heads,), jnp.float32, minval=1e-3, maxval=16.0)
     return nnx.Param(jnp.log(rates))
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaChunk:
-    """A chunk of each row's prompt, left-aligned.
-
-    Attributes:
-        slots: slots in both pools; -1 for padding rows and rows without a new token.
-        fresh: whether a row starts here, from zeros.
-        valid: whether a token belongs to a row.
-        query_lens: the number of new tokens of each row.
-        layer: index into the stacks of pools.
-        lines: the lines of rows that are packed in one list, where `valid` is [1, T]; else None.
-    """
-
-    slots: Int[Array, " B"]
-    fresh: Bool[Array, " B"]
-    valid: Bool[Array, "B T"]
-    query_lens: Int[Array, " B"]
-    layer: int | Array | None
-    lines: PromptLines | None = None
-
-    @classmethod
-    def of(
-        cls, tokens: int, slots: Any, seq_lens: Any, query_lens: Any, layer: int | Array | None
-    ) -> Self:
-        slots = jnp.where(query_lens > 0, slots, -1)
-        valid = (jnp.arange(tokens) < query_lens[:, None]) & (slots >= 0)[:, None]
-        return cls(slots, seq_lens == query_lens, valid, query_lens, layer)
-
-    @classmethod
-    def packed(
-        cls,
-        lines: PromptLines,
-        tokens: int,
-        slots: Any,
-        seq_lens: Any,
-        query_lens: Any,
-        layer: Any,
-    ) -> Self:
-        """The chunk of rows whose lines fill the beginning of a list of `tokens` tokens.
-
-        The padding of a row's last line belongs to the row.
-        """
-        slots = jnp.where(query_lens > 0, slots, -1)
-        valid = lines.valid & (lines.of_row(slots, -1) >= 0)[:, None]
-        valid = jnp.pad(valid.reshape(1, -1), ((0, 0), (0, tokens - valid.size)))
-        return cls(slots, seq_lens == query_lens, valid, query_lens, layer, lines)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The recurrence's options for a list of rows."""
-        return {} if self.lines is None else {"cu_seqlens": self.lines.offsets}
-
-    def split_tokens(self, value_heads: int) -> int | None:
-        """Tokens per block, if one row may have all tokens of a step; None lets the op choose."""
-        if self.lines is None:
-            return None
-        return segment_tokens(self.lines.valid.size, 1, value_heads)
-
-    def convolve(
-        self,
-        inputs: Float[Array, "B T Dc"],
-        taps: Float[Array, "Dc W"],
-        conv_state: Float[Array, "*L Z W-1 Dc"],
-    ) -> tuple[Float[Array, "B T Dc"], Array]:
-        """The causal convolution with SiLU, and the pool with each row's last inputs."""
-        # Slot -1 reads as zeros, the start of a fresh row.
-        reads = jnp.where(self.fresh, -1, self.slots)
-        before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
-        if self.lines is not None:
-            return self._convolve_lines(inputs, taps, before, conv_state)
-        with jax.named_scope("last_inputs"):
-            window = jnp.concatenate([before, inputs], axis=1)
-            # The last inputs of the row, not those of the padded chunk.
-            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
-            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
-        mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
-        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
-
-    def _convolve_lines(
-        self, inputs: Array, taps: Array, before: Array, conv_state: Array
-    ) -> tuple[Array, Array]:
-        """Convolves lines; each continues from the line before, unless it is its row's first."""
-        lines, back = self.lines, taps.shape[1] - 1
-        assert lines is not None
-        own, _ = lines.split(inputs)
-        with jax.named_scope("last_inputs"):
-            started = before.at[lines.rows].get(mode="clip")
-            if not lines.one_each:
-                ends = jnp.pad(own[:-1, -back:], ((1, 0), (0, 0), (0, 0)))
-                started = jnp.where((lines.begins > 0)[:, None, None], ends, started)
-            # The last inputs of the row's last line, not those of its padding.
-            last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
-            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(own) - 1)
-            at = (self.query_lens - last * lines.tokens)[:, None] + jnp.arange(back) - back
-            old = jnp.take_along_axis(
-                started[line], jnp.clip(at + back, 0, back - 1)[..., None], axis=1
-            )
-            new = own[line[:, None], jnp.maximum(at, 0)]
-            after = jnp.where((at < 0)[..., None], old, new)
-        mixed, _ = causal_conv1d(own, taps, initial_state=started)
-        mixed = mixed.reshape(1, -1, mixed.shape[-1])
-        mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
-        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
-
-    def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
-        """Gates with no decay and no update at padding, which keep the state of its row."""
-        of_g = self.valid.reshape(*self.valid.shape, *(1,) * (g.ndim - 2))
-        return jnp.where(of_g, g, 0.0), jnp.where(self.valid[..., None], beta, 0.0)
-
-
-def check_pools(
-    op: str,
-    x: Array,
-    conv_state: Any,
-    ssm_state: Any,
-    slots: Any,
-    layer: Any,
-    *,
-    conv_shape: tuple[int, ...],
-    state_shape: tuple[int, ...],
-) -> None:
-    """Raises if the pools, or the slots of x's rows, do not match the shapes of a slot."""
-    for name, pool, shape in (
-        ("conv_state", conv_state, conv_shape),
-        ("ssm_state", ssm_state, state_shape),
-    ):
-        check_array(op, name, pool)
-        if not jnp.issubdtype(pool.dtype, jnp.floating):
-            raise TypeError(f"{op}: {name} must be floating, got {pool.dtype} {pool.shape}")
-        check_pool(op, name, pool, slots, checkable_layer(layer), shape, x.shape[0])
-    if conv_state.shape[:-2] != ssm_state.shape[:-3]:
-        raise ValueError(
-            f"{op}: conv_state {conv_state.shape} and ssm_state {ssm_state.shape} must have the "
-            "same number of slots and of layers"
-        )
-
-
-def _check_numbers(op: str, name: str, numbers: Any, x: Array) -> None:
-    check_array(op, name, numbers)
-    check_integers(op, name, numbers, f"[{x.shape[0]}]", fits=numbers.shape == x.shape[:1])
-
-
-def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any) -> None:
-    _check_numbers(op, "seq_lens", seq_lens, x)
-    _check_numbers(op, "query_lens", query_lens, x)
-    traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
-    if x.shape[0] == 0 or traced[2]:
-        return
-    new = np.asarray(query_lens)
-    if not traced[0]:
-        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
-    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
-    but = f"x {tuple(x.shape)} has {tokens} tokens per row"
-    OpArguments(op).check_most(described, new, tokens, but)
-    if traced[1]:
-        return
-    ends = np.asarray(seq_lens)
-    short = (new > 0) & (new > ends)
-    if short.any():
-        row = int(short.argmax())
-        raise ValueError(
-            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which includes "
-            f"these tokens, holds {ends[row]}"
-        )

@@ -7,8 +7,8 @@ import orjson
 
 from jaxattn.server.decoding.message_events import MessageParser, ToolCall
 from jaxattn.server.decoding.output_collector import OutputCollector
+from jaxattn.server.openai.part_list_response import Events, PartsForm
 from jaxattn.server.openai.response_interface import TokenUsage
-from jaxattn.server.openai.response_parts import Events, PartsForm
 
 SIGNATURE = "jaxattn"  # clients send it back with the reasoning; the server ignores it
 

@@ -26,7 +26,7 @@ from jaxattn.kernels.moe.backward.weight_gradient import (
     WeightGradientTileConfig,
     weight_gradient,
 )
-from jaxattn.kernels.moe.grouped_gemm import neighbours
+from jaxattn.kernels.moe.grouped_gemm_mainloop import neighbours
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
 from jaxattn.ops.moe.routing import choose_experts

@@ -12,7 +12,7 @@ from jaxattn.server.decoding.message_events import MessageParser, ToolCall
 from jaxattn.server.decoding.output_collector import OutputChunk, OutputCollector
 from jaxattn.server.http.error_responses import OpenAIErrors
 from jaxattn.server.http.errors import ApiError
-from jaxattn.server.openai.response_parts import Events, PartsForm
+from jaxattn.server.openai.part_list_response import Events, PartsForm
 from jaxattn.server.openai.responses.input_items import sealed
 from jaxattn.server.openai.responses.tools import ResponseTools
 
