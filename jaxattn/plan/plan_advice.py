@@ -2,7 +2,7 @@
 
 import bisect
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.limits import Limits, UnsetInt, larger_shares
@@ -108,7 +108,7 @@ def advice(
 
         def changed(value: int) -> Limits | None:
             try:
-                return dataclasses.replace(like, **{name: value})
+                return dataclasses.replace(like, **cast(Any, {name: value}))
             except ValueError:  # smaller than a given bucket
                 return None
 
@@ -147,8 +147,9 @@ def advice(
     if found:
         return tuple(found)
     buckets = ("decode_buckets", "prefill_buckets")
-    given: dict[str, Any] = {name: () for name in buckets if name not in limits.unset}
-    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **given)
+    given = {name: getattr(limits, name) for name in buckets if name not in limits.unset}
+    without = cast(Any, dict.fromkeys(given, ()))
+    plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **without)
     one_row = dataclasses.replace(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
@@ -161,4 +162,6 @@ def advice(
         changes.append("--q-len 1")
     if limits.num_pages:
         changes.append("no --num-pages")
+    if any(given.values()):
+        changes.append("no --decode-buckets")
     return (" with ".join(changes),)

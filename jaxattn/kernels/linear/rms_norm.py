@@ -48,15 +48,16 @@ def rms_norm_mosaic(
 
     `affine` (a, b): the layer is `a * layer + b`. Without `added` there is no sum.
     """
-    require_hopper("rms_norm_layer", interpret=interpret)
+    op = "rms_norm_layer" if added is None else "add_rms_norm_layer"
+    require_hopper(op, interpret=interpret)
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
         raise Refusal(
-            f"rms_norm_layer: the kernel has a multiple of {HALF} features from {THREADS} to "
+            f"{op}: the kernel has a multiple of {HALF} features from {THREADS} to "
             f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
         )
     x, added, weights = without_gradient(
-        "rms_norm_layer", (x, added, weights), "x added weights", train_with="nn.RMSNorm"
+        op, (x, added, weights), "x added weights", train_with="nn.RMSNorm"
     )
     tokens = x.reshape(-1, features)
     whole = features // THREADS * THREADS

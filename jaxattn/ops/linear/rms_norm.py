@@ -104,4 +104,4 @@ def _normed(
         return total, rms_norm(total, weights[number], eps).astype(out_dtype)
 
     with jax.named_scope("rms_norm_layer"):
-        return dispatch_kernel("rms_norm_layer", implementation, mosaic, xla)
+        return dispatch_kernel(op, implementation, mosaic, xla)
