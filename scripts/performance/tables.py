@@ -86,7 +86,8 @@ TRAINED_BY_OTHERS = {
     "tokamax": "tokamax ms",
     "FlashQLA": "flashqla ms",
     "FLA": "fla ms",
-    "PyTorch": "torch ms",
+    "PyTorch with FLA": "torch (fla) ms",
+    "PyTorch with FlashQLA": "torch (flashqla) ms",
 }
 RATES = {"TFLOP/s": number("TFLOP/s", 0), "GB/s": number("GB/s", 0)}
 SEQUENCES = {"Hk/Hv": text("Hk/Hv"), "sequences": text("sequences")}

@@ -100,13 +100,19 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
     monkeypatch.setattr(torch_runner, "_run", lambda name, shapes: iter([line]))
     times, said = torch_runner.measure("layer_gradients", [shape])
     assert {who: list(of.values()) for who, of in times.items()} == {
-        "torch": [9e-3], "torch call": [1e-2], "torch forward": [3e-3],
+        "torch (fla)": [9e-3], "torch (fla) call": [1e-2], "torch (fla) forward": [3e-3],
     }  # fmt: skip
     assert said == [
         f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
         "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
         "flashqla-layer-gradient: not installed (python3 -m pip install flash-qla torch)",
     ]
+
+
+def test_no_two_peers_of_a_bench_share_a_column():
+    """The times of the second would replace those of the first."""
+    columns = [(peer.bench, peer.column) for peer in torch_runner.PEERS.values()]
+    assert len(set(columns)) == len(columns)
 
 
 def test_a_layer_that_pytorch_has_not_is_named():

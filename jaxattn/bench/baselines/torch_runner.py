@@ -97,7 +97,7 @@ PEERS = {
         "flashqla", "op_gradients", "flash_qla", "flash-qla", flashqla_gradient, gradient=True
     ),
     "torch-layer-gradient": TorchBaseline(
-        "torch",
+        "torch (fla)",
         "layer_gradients",
         "fla",
         "flash-linear-attention",
@@ -105,7 +105,7 @@ PEERS = {
         gradient=True,
     ),
     "flashqla-layer-gradient": TorchBaseline(
-        "torch",
+        "torch (flashqla)",
         "layer_gradients",
         "flash_qla",
         "flash-qla",
