@@ -52,7 +52,7 @@ def prompts_of(heads: Sequence[str]) -> list[str]:
 def reward_of(prompt: str, completion: str) -> float:
     whole = prompt + completion
     try:
-        with warnings.catch_warnings(action="ignore"):  # of strange escapes
+        with warnings.catch_warnings(action="ignore"):  # about invalid escape sequences
             [function, *_] = ast.parse(whole[: whole.rfind("\n") + 1]).body
     except (SyntaxError, ValueError):
         return 0.0
@@ -96,7 +96,7 @@ def opened(path: Path | None) -> tuple[DecoderModel, Any, text.Tokenizer]:
 
 
 def batches(rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """The prompts of each step, as an array: Tunix repeats each string of a list separately."""
+    """The prompts of each step, as an array, because Tunix repeats the strings of a list singly."""
     rng, prompts = np.random.default_rng(seed), np.array(prompts_of(TRAINED))
     while True:
         yield {"prompts": prompts[rng.permutation(len(prompts))[:rows]]}
@@ -105,7 +105,8 @@ def batches(rows: int, seed: int) -> Iterator[dict[str, np.ndarray]]:
 def cluster_of(args: argparse.Namespace) -> RLCluster:
     model, params, tokenizer = opened(args.model)
     dtype = args.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
-    # The optimizer's steps are smaller than bfloat16 shows; the engine rounds what it reads.
+    # Float32 parameters, because bfloat16 would round away the optimizer's small updates. The
+    # engine rounds the parameters when it reads them.
     policy = Policy.of(model, params, dtype, "float32")
     config = RolloutConfig(
         max_prompt_length=max(len(tokenizer.encode(p)) for p in prompts_of(TRAINED + HELD_OUT)),

@@ -13,8 +13,8 @@ last layer of a group has a `GroupedQueryAttention` with a gate, and the others 
 `GatedDeltaNet`. `lax.scan` runs the groups, so XLA compiles each kind of layer once. For the
 backward pass, a layer saves only the arrays that `SAVED` names. With several devices, each device
 holds a shard of every matrix, and gathers the matrices of a layer when the scan reaches the layer
-(FSDP). With `--dtype float32` XLA trains the model, because the kernels multiply in bfloat16; the
-losses agree.
+(FSDP). With `--dtype float32` XLA runs all ops, because the kernels multiply in bfloat16. The
+losses of both dtypes agree.
 
 A run that finds its own checkpoint resumes from it. The losses equal those of an uninterrupted run,
 because the batch of a step depends only on the step's number.
@@ -256,7 +256,7 @@ class Trainer:
         """The loss in nats per byte."""
         run = jax.shard_map(
             self._loss, mesh=self.mesh, in_specs=(self.specs, P("data")), out_specs=P(),
-            check_vma=False,  # Mosaic's kernels have no rules for it
+            check_vma=False,  # Mosaic GPU kernels do not support this check
         )  # fmt: skip
         return run(params, tokens)
 
@@ -268,11 +268,11 @@ class Trainer:
 
     @property
     def flops(self) -> float:
-        """FLOPs of a training step: 6 per token and parameter used, and those of the mixers."""
+        """FLOPs of a training step: 6 per token and parameter used, plus those of the mixers."""
         size, total = self.size, 0.0
         for path, x in jax.tree.leaves_with_path(self.state[0]):
             name = jax.tree_util.keystr(path)
-            share = size.top_k + 1, size.experts + 1  # with the shared one
+            share = size.top_k + 1, size.experts + 1  # including the shared expert
             met = share[0] / share[1] if "gate_up_proj" in name or "down_proj" in name else 1
             total += 6 * met * x.size if x.ndim > 1 else 0
         attended = 3 * self.tokens * 2 * size.heads * size.head_dim  # half of all pairs, causal

@@ -1,4 +1,4 @@
-"""The engine from Python: a request joins while others run, and each answer is printed at its end.
+"""An engine in Python: a request joins while others run, and each answer is printed once complete.
 
 python3 examples/serve.py
 """
