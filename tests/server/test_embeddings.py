@@ -220,7 +220,7 @@ def test_requests_have_the_model_s_own_embeddings(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "match"),
     [
-        (MODULES, "{}", "modules.json must hold a JSON list; got dict"),
+        (MODULES, "{}", "modules.json must contain a JSON list; got dict"),
         (MODULES, "[1]", "modules must be a list of objects"),
         (f"{POOLING}/config.json", '{"pooling_mode": 3}', "pooling_mode must be"),
         (

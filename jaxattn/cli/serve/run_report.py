@@ -64,7 +64,7 @@ def summary_lines(run: RunReport) -> Iterable[str]:
     )
     late = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
     yield f"after the warm-up: {late or 'nothing traced, compiled or allocated'}"
-    yield _bytes_line("planned", engine.plan.inside, "planned inside of JAX's allocator")
+    yield _bytes_line("planned", engine.plan.inside, "planned within JAX's allocator")
     for name, why in MEASURES.items():
         if name in measured:
             yield _bytes_line("measured", measured[name], why)
