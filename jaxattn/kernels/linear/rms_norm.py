@@ -52,8 +52,8 @@ def rms_norm_mosaic(
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
         raise Refusal(
-            f"rms_norm_layer: the kernel has a multiple of {HALF} features from {THREADS} to "
-            f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
+            f"rms_norm_layer: the kernel needs a multiple of {HALF} features from {THREADS} to "
+            f"{MOST_FEATURES}, and at least one token; got x {x.shape}"
         )
     x, added, weights = without_gradient(
         "rms_norm_layer", (x, added, weights), "x added weights", train_with="nn.RMSNorm"
