@@ -411,7 +411,7 @@ def test_outside_of_a_checkout_there_are_no_baselines(measured, tmp_path, monkey
     monkeypatch.setattr(run_metadata, "commit", str)
     with pytest.raises(SystemExit, match="2"):
         bench.main(["mla", "--small"])
-    assert "baselines run from a checkout of the repository" in capsys.readouterr().err
+    assert "baselines need a checkout of the repository" in capsys.readouterr().err
     assert not measured
     assert bench.main(["mla", "--small", "--no-peers"]) == 0
     assert measured == list(mla.SMALL_SHAPES)
@@ -506,7 +506,7 @@ def test_only_the_named_shapes_are_measured_and_an_unknown_one_is_an_error(measu
     with pytest.raises(SystemExit) as stopped:
         bench.main([*argv, "2,16,256,1", "1,2"])
     assert stopped.value.code == 2
-    assert "no shape 1,2 in mla; there are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
+    assert "mla has no shape 1,2; its shapes are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
 
 
 def test_shapes_of_a_gpu_have_names_of_their_own():
@@ -672,7 +672,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing"], "no bench 'nothing'; there are mla, mla-prefill,"),
+        (["nothing"], "no bench 'nothing'; the benches are mla, mla-prefill,"),
         (
             ["nothing"],
             "parallel, collectives, long-row, compare, dense, host, quality, offline, serve",

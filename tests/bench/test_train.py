@@ -88,7 +88,7 @@ def test_without_xla_the_peers_in_jax_are_there():
 def test_an_implementation_is_not_for_layers(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["train", "--small", "--no-peers", "--implementation", "xla"])
-    assert "layers, which train times too, choose it themselves" in capsys.readouterr().err
+    assert "the layers that it times choose their own implementation" in capsys.readouterr().err
 
 
 def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
