@@ -445,7 +445,7 @@ def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
     (found,) = materialized_arrays(text, least=4096)
     assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
-    assert str(found).startswith("f32[32,64], 0.0 MiB each time round (")
+    assert str(found).startswith("f32[32,64], 0.0 MiB in each iteration (")
 
 
 def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):

@@ -103,12 +103,12 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
         "torch": [9e-3], "torch call": [1e-2], "torch forward": [3e-3],
     }  # fmt: skip
     assert said == [
-        f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
+        f"torch-layer-gradient {shape}: 2000 MiB in addition to its operands",
         "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
         "flashqla-layer-gradient: not installed (python3 -m pip install flash-qla torch)",
     ]
 
 
 def test_a_layer_that_pytorch_has_not_is_named():
-    with pytest.raises(ValueError, match="it has no latent attention"):
+    with pytest.raises(ValueError, match="it does not support latent attention"):
         torch_layers.layer_gradient("latent attention", 1, 8)

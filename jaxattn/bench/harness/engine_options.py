@@ -58,7 +58,7 @@ class EngineChoice:
 
 def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> None:
     """Adds the options that `chosen` reads."""
-    parser.add_argument("target", nargs="?", metavar=model, help="the model to run; see above")
+    parser.add_argument("target", nargs="?", metavar=model, help="what to run; see above")
     parser.add_argument(
         "--engine",
         choices=(OURS, THEIRS.lower(), "both"),
