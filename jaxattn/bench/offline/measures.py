@@ -174,7 +174,7 @@ def window(steps: Sequence[tuple[float, list[int]]], rows: int, answer: int) -> 
     if len(points) < 4 or count < LEAST_STEPS:
         raise MeasureError(
             f"{rows} rows decoded together for only {count:.0f} steps, but {LEAST_STEPS} are "
-            f"timed: {len(given)} rows had begun when the first finished its {answer} tokens; the "
+            f"timed: {len(given)} rows had begun when the first finished its {answer} tokens. The "
             "engine's batch or cache has room for fewer rows"
         )
     cuts = [round(third * (len(points) - 1) / 3) for third in range(4)]

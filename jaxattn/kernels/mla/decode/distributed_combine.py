@@ -66,9 +66,9 @@ def distributed_combine(
     tokens, features = mailbox_shape(batch, heads)
     if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:
         raise Refusal(
-            f"{op}: combining the outputs of {batch} rows of {heads} heads needs a number of GPUs "
-            f"that divides the heads, and a mailbox of {tokens} tokens of {features} features; got "
-            f"{gpus} GPUs and {inbox.shape}"
+            f"{op}: to combine {batch} rows, the GPUs must divide the {heads} heads, and the "
+            f"mailbox must have at least {tokens} tokens of {features} features; got {gpus} GPUs "
+            f"and {inbox.shape}"
         )
     own = heads // gpus
     out_ref, partial_ref = split.refs
