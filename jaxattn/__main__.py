@@ -48,12 +48,15 @@ def show_commands(given: Sequence[str]) -> int:
     if unknown:
         *others, last = COMMANDS
         raise InputError(
-            f"{unknown[0]!r} is no command; the first argument must be {', '.join(others)} or "
+            f"{unknown[0]!r} is not a command; the first argument must be {', '.join(others)} or "
             f"{last}"
         )
     for name, what in COMMANDS.items():
         print(f"{PROGRAM}.{name:<6} {what}")
-    print("Each has --help. The installed scripts are jaxattn-serve, jaxattn-plan, jaxattn-bench.")
+    print(
+        "Each command has --help. The installed scripts are jaxattn-serve, jaxattn-plan, "
+        "jaxattn-bench."
+    )
     return 0
 
 

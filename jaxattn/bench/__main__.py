@@ -121,38 +121,47 @@ def parse(argv: list[str]) -> argparse.Namespace:
         formatter_class=ProseHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jaxattn {__version__}")
-    parser.add_argument("what", nargs="?", metavar="WHAT", help=f"one of {', '.join(WHATS)}")
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN.json", help="what plot draws")
+    parser.add_argument(
+        "what", nargs="?", metavar="WHAT", help=f"what to time: one of {', '.join(WHATS)}"
+    )
+    parser.add_argument(
+        "run", nargs="?", type=Path, metavar="RUN.json", help="the result that plot draws"
+    )
     add_implementation(parser)
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
-    parser.add_argument("--all", action="store_true", help="every published shape")
+    parser.add_argument(
+        "--small", action="store_true", help="use tiny shapes, to try the bench on a CPU"
+    )
+    parser.add_argument("--all", action="store_true", help="time every published shape")
     parser.add_argument(
         "--only",
         nargs="+",
         metavar="SHAPE",
-        help="only these shapes, of all published ones, named as their rows begin, with colons "
-        "between columns: --only 16/32:4x8192 256,16,32,1:float32",
+        help="time only these of all published shapes, named like the beginnings of their rows, "
+        "with colons between columns: --only 16/32:4x8192 256,16,32,1:float32",
     )
     parser.add_argument(
         "--kv-cache-dtype",
         choices=CACHE_FORMATS,
         default="auto",
-        help="with mla and gqa, only the shapes whose cache stores this; auto is all",
+        help="with mla and gqa, time only shapes with this cache format; auto means all",
     )
     parser.add_argument(
-        "--no-peers", action="store_true", help="leaves out XLA's times and those of other packages"
+        "--no-peers", action="store_true", help="do not time XLA and other packages"
     )
     parser.add_argument(
-        "--no-xla", action="store_true", help="leaves out XLA's times, which take most of a run"
+        "--no-xla", action="store_true", help="do not time XLA, which takes most of a run"
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows here as they come"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write each row to this file as soon as it is measured",
     )
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="draw a roofline, and for gdn bars of the times (needs matplotlib)",
+        help="draw a roofline, and bars of the times for gdn (needs matplotlib)",
     )
     args = parser.parse_args(argv)
     check(parser, args)
@@ -162,35 +171,39 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exits with a message if the options do not fit, before anything is measured."""
     if args.what not in WHATS:
-        named = f"no bench {args.what!r}; there are" if args.what else "name a bench:"
+        named = f"no bench {args.what!r}; the benches are" if args.what else "give a bench:"
         parser.error(f"{named} {', '.join((*WHATS, *COMMANDS))}")
     if args.what in COMPARED and not (args.no_peers or BASELINES.is_dir()):
         parser.error(
-            f"baselines run from a checkout of the repository: {Path(__file__).parent} has none. "
-            f"Run {args.what} there, or leave them out with --no-peers"
+            f"baselines need a checkout of the repository, but {Path(__file__).parent} is not part "
+            f"of one; run {args.what} in a checkout, or leave the baselines out with --no-peers"
         )
     if (args.what == "plot") != (args.run is not None):
-        parser.error("RUN.json goes with plot, and plot with RUN.json")
+        parser.error("plot needs RUN.json, and only plot accepts it")
     if args.what == "plot" and args.plot is None:
         parser.error("plot needs --plot FILE.png")
     if args.what == "train" and args.implementation is not None:
-        parser.error("--implementation: layers, which train times too, choose it themselves")
+        parser.error(
+            "--implementation is not supported for train, because the layers that it times choose "
+            "their own implementation"
+        )
     if args.what == "step" and args.plot is not None:
-        parser.error("--plot draws mla, mla-prefill and gdn")
+        parser.error("--plot supports only mla, mla-prefill and gdn")
     if args.only:
         labels = [
             name for module in MODULES.get(args.what, []) for name in known(module, args.small)
         ]
         if unknown := sorted({spelled(name) for name in args.only} - set(labels)):
             parser.error(
-                f"--only: no shape {' '.join(unknown)} in {args.what}; there are "
+                f"--only: {args.what} has no shape {' '.join(unknown)}; its shapes are "
                 f"{' '.join(labels) or 'none to choose from'}"
             )
     if args.kv_cache_dtype != "auto":
         modules = MODULES.get(args.what, [])
         if not any(shapes_of(module, args) for module in modules):
             parser.error(
-                f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape of such a cache"
+                f"--kv-cache-dtype {args.kv_cache_dtype}: {args.what} has no shape with this cache "
+                "format"
             )
     check_files(parser, args)
     if args.what != "plot" and not args.small:
@@ -199,7 +212,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if jax.default_backend() != "gpu":
             parser.error(
-                f"the shapes are a GPU's and JAX's backend is {jax.default_backend()!r}: add "
+                f"the shapes are for a GPU, but JAX's backend is {jax.default_backend()!r}; add "
                 "--small"
             )
     check_implementation(parser, args)

@@ -36,10 +36,11 @@ def load(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ComparisonError(f"cannot read {path}: {error}") from error
     if not isinstance(run, dict) or not isinstance(run.get("rows"), list):
-        raise ComparisonError(f"{path} is no result of a bench: it has no rows")
+        raise ComparisonError(f"{path} is not a result of a bench: it has no rows")
     if "method" not in run:
         raise ComparisonError(
-            f"{path} does not say how it was timed: an older version wrote it; run its bench again"
+            f"{path} does not state how it was timed, because an older version wrote it; run its "
+            "bench again"
         )
     return run
 
@@ -61,7 +62,7 @@ def check(a: dict[str, Any], b: dict[str, Any]) -> None:
         if ours.get(name) != theirs.get(name)
     ]
     if different:
-        raise ComparisonError(f"not comparable, they differ in {'; '.join(different)}")
+        raise ComparisonError(f"not comparable, because they differ in {'; '.join(different)}")
 
 
 def name(row: dict[str, Any]) -> str:
@@ -94,7 +95,7 @@ def main(argv: Sequence[str], program: str) -> int:
         check(a, b)
         rows = list(compared(a, b))
         if not rows:
-            raise ComparisonError("they have no time of one name in common")
+            raise ComparisonError("the results have no time with the same name")
     except ComparisonError as error:
         print(f"{program} compare: {args.a}, {args.b}: {error}", file=sys.stderr)
         return 2

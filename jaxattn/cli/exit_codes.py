@@ -24,7 +24,9 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
     its pipe is closed. Ctrl-C has the code 130, and SIGTERM 143.
     """
     if sys.stdout is None:  # for example after `>&-`
-        print(f"{program}: error: stdout is closed; give the output a place", file=sys.stderr)
+        print(
+            f"{program}: error: stdout is closed; redirect it to a file or a pipe", file=sys.stderr
+        )
         return 1
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

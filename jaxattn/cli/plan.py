@@ -169,7 +169,7 @@ def run(options: argparse.Namespace) -> int:
     naive: Sequence[ScratchComparison] = published() if options.compare else ()
     if not options.model:
         raise InputError(
-            f"name a model: {', '.join(model_resolver.NAMES)}, a folder with a config.json, a GGUF "
+            f"give a model: {', '.join(model_resolver.NAMES)}, a folder with a config.json, a GGUF "
             "file, or a name on the hub such as org/name"
         )
     model = read_model(options)
@@ -200,8 +200,8 @@ def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
     gpus = max(parallel.gpus, options.gpus)
     if options.speculate and gpus > 1:
         raise InputError(
-            f"--speculate {options.speculate} runs on one GPU, and the plan is of {gpus}; leave "
-            "--speculate out"
+            f"--speculate {options.speculate} needs a single GPU, but the plan is for {gpus}; "
+            "leave --speculate out"
         )
     if parallel.gpus == 1:
         return
@@ -212,8 +212,8 @@ def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
     }
     for flag in (flag for flag, wrong in given.items() if wrong):
         raise InputError(
-            f"{flag} is for a plan without a layout, and {parallel.flags} is one, of "
-            f"{parallel.gpus} GPUs: leave {flag} out"
+            f"{flag} applies only to a plan without a layout, but {parallel.flags} is a layout of "
+            f"{parallel.gpus} GPUs; leave {flag} out"
         )
 
 
@@ -251,7 +251,7 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
             folder = read(path, None, None, options.dense, options.speculate_by == "mtp")
             return model_resolver.of_folder(name or path.name, folder)
         if options.revision:
-            raise InputError(f"--revision is for a name on the hub, and {given} is none")
+            raise InputError(f"--revision needs a name on the hub, but {given} is not one")
         return model_resolver.load(given, options.dense, options.speculate_by == "mtp")
     except (model_resolver.CatalogError, CheckpointError) as error:
         raise InputError(one_line(error)) from error

@@ -33,7 +33,7 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
         limits = dataclasses.replace(limits, num_pages=limits.pages)
     memory = device_memory(jax.devices()[0])
     if memory is None:
-        raise InputError("--plan: nothing says how much memory this device has")
+        raise InputError("--plan: this device does not report how much memory it has")
     refused = None
     try:
         found = plan(model, memory, limits)

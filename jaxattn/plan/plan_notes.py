@@ -36,8 +36,8 @@ def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str
     utilization = 0.9 if limits.utilization is None else limits.utilization
     own = caches(model, place)
     found = [
-        f"Utilization {utilization:g} is the fraction of the device's total memory for arrays and "
-        "XLA's temp; the driver's memory comes on top and must fit in the rest.",
+        f"Utilization {utilization:g} is the fraction of the device's total memory for arrays "
+        "and XLA's temp; the remaining memory must have room for the driver.",
         *_of_weights(model, place),
     ]
     if place.gpus > 1:
@@ -52,9 +52,9 @@ def notes(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[str
             found.append(_reader(cache, model.num_heads // place.ways, model.dtype))
             if cache.format.dtype.itemsize == 1 and not isinstance(cache, SparseLatentPages):
                 found.append(
-                    "An FP8 cache holds more tokens. On an H200, decoding from it takes 0.6 "
-                    "times as long as from bfloat16 with 16 heads, and 2.0 to 2.3 times as long "
-                    "with 128."
+                    "An FP8 cache has room for more tokens. On an H200, decoding from it takes "
+                    "0.6 times as long as from bfloat16 with 16 heads, and 2.0 to 2.3 times as "
+                    "long with 128."
                 )
             if isinstance(model, DecoderSizes) and cache.format.per_tensor:
                 found.append(
@@ -93,18 +93,18 @@ def _of_weights(model: ModelSizes, place: ModelPlacement) -> list[str]:
 
 def _of_group(place: ModelPlacement, latents: bool) -> list[str]:
     divided = (
-        "every GPU has all of attention, dense layers, embedding and head, and rows of its own"
+        "every GPU has its own rows, and the whole attention, dense layers, embedding and head"
         if place.attention == "data"
         else "attention, dense layers, embedding and head are divided by heads or columns; all "
         "GPUs have the same rows"
     )
     found = [f"Routed experts are divided over {place.gpus} GPUs without splitting any; {divided}."]
     found.append(
-        "This plan counts the memory of a group; to plan a layout that jaxattn's engine runs, "
-        "use --tensor, --data, --context and --expert."
+        "This plan counts the memory of a group; to plan a layout that jaxattn's engine runs, use "
+        "--tensor, --data, --context and --expert."
     )
     if place.attention == "tensor" and latents:
-        found.append("An MLA cache has no heads, so every GPU of the group holds all of it.")
+        found.append("An MLA cache has no heads, so every GPU of the group stores the whole cache.")
     return found
 
 

@@ -78,11 +78,12 @@ class ChatTemplate:
                 return self._templates[name]
         if not self._templates:
             raise TextError(
-                f"{self._folder} has no chat template: add chat_template.jinja, or give plain text"
+                f"{self._folder} has no chat template: add chat_template.jinja, or give a plain "
+                "prompt"
             )
         raise TextError(
-            f"{self._folder} has chat templates named {', '.join(sorted(self._templates))}, and "
-            f"none of them is {' or '.join(names)}"
+            f"{self._folder} has chat templates named {', '.join(sorted(self._templates))}, but "
+            f"none named {' or '.join(names)}"
         )
 
 
@@ -106,20 +107,21 @@ def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         TextError: If a message has no role, or a content that is not text.
     """
     if not messages:
-        raise TextError("a chat needs at least one message")
+        raise TextError("a chat must have at least one message")
     return [_flattened(place, message) for place, message in enumerate(messages)]
 
 
 def _flattened(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
     where = f"messages[{place}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TextError(f"{where} must be an object with a text `role`")
+        raise TextError(f"{where} must be an object with a string `role`")
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(_part(where, part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise TextError(
-            f"{where}.content must be a text, a list of parts or null; got {type(content).__name__}"
+            f"{where}.content must be a string, a list of parts or null; got "
+            f"{type(content).__name__}"
         )
     # Clients send null for missing fields, which templates would take for a value.
     given = {key: value for key, value in message.items() if value is not None}
@@ -155,7 +157,7 @@ def _part(where: str, part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind not in TEXT_PARTS or not isinstance(text, str):
         raise TextError(
-            f"{where}.content has a part of the type {kind!r}; a model of text takes parts "
-            '{"type": "text", "text": …} only'
+            f"{where}.content has a part of type {kind!r}; a text model accepts only parts "
+            'like {"type": "text", "text": …}'
         )
     return text

@@ -70,8 +70,8 @@ def tokenizer_of(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     tokens, kinds = _list(metadata, "tokens", str, path), _list(metadata, "token_type", int, path)
     if len(set(tokens)) < len(tokens) or len(kinds) != len(tokens) or not tokens:
         raise TextError(
-            f"{path} is damaged: {KEY} has {len(tokens):,} tokens, of which "
-            f"{len(set(tokens)):,} differ, and the types of {len(kinds):,}"
+            f"{path} is damaged: {KEY} has {len(tokens):,} tokens, {len(set(tokens)):,} of them "
+            f"distinct, and types for {len(kinds):,}"
         )
     special = (CONTROL,) if kind == "gpt2" else (CONTROL, UNKNOWN)
     added = [
@@ -132,7 +132,7 @@ def _sentencepiece(
     scores = _list(metadata, "scores", float, path)
     if len(scores) != len(vocabulary):
         raise TextError(
-            f"{path} is damaged: {KEY} has {len(vocabulary):,} tokens and {len(scores):,} scores"
+            f"{path} is damaged: {KEY} has {len(vocabulary):,} tokens, but {len(scores):,} scores"
         )
     pieces = {token for token, number in vocabulary.items() if kinds[number] == NORMAL}
     found = []
@@ -183,7 +183,10 @@ def _settings(
         if number is None:
             continue
         if not isinstance(number, int) or not 0 <= number < len(tokens):
-            raise TextError(f"{path} is damaged: {KEY}.{name}_token_id is {number!r:.60}")
+            raise TextError(
+                f"{path} is damaged: {KEY}.{name}_token_id must be an integer from 0 to "
+                f"{len(tokens) - 1:,}; got {number!r:.60}"
+            )
         named[known] = tokens[number]
         if name in ENDS:
             stops.add(number)
@@ -208,5 +211,5 @@ def _settings(
 def _list(metadata: Mapping[str, Any], name: str, kind: type, path: Path) -> list[Any]:
     found = metadata.get(f"{KEY}.{name}")
     if not isinstance(found, list | tuple) or not all(isinstance(each, kind) for each in found):
-        raise TextError(f"{path} has no {KEY}.{name}, a list of {kind.__name__}")
+        raise TextError(f"{path}: {KEY}.{name} is missing or not a list of {kind.__name__}")
     return list(found)

@@ -31,7 +31,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise TextError(f"{path} is no folder")
+        raise TextError(f"{path} is not a folder")
     settings = read_settings(path)
     if (text := read_text(path / JSON, MOST_JSON_BYTES)) is not None:
         inner, spelling = load_json(text, path / JSON)
@@ -39,7 +39,7 @@ def load(folder: str | os.PathLike) -> Tokenizer:
         inner, spelling = load_tiktoken(path / TIKTOKEN, settings), BYTE_LEVEL
     elif (path / SENTENCEPIECE).exists():
         raise TextError(
-            f"{path} has {SENTENCEPIECE} and no {JSON}: write one with transformers, by "
+            f"{path} has {SENTENCEPIECE}, but no {JSON}: create one with transformers, "
             "AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     else:
@@ -202,7 +202,7 @@ class HubTokenizer(Tokenizer):
         token = None if text is None else self._inner.token_to_id(text)
         if token is None:
             raise TextError(
-                f"{settings.folder}: {name} of tokenizer_config.json has to be a token of the "
+                f"{settings.folder}: {name} of tokenizer_config.json must be a token of the "
                 f"vocabulary; got {text!r}"
             )
         return token

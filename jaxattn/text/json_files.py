@@ -23,7 +23,7 @@ def read_bytes(path: Path, most: int) -> bytes | None:
     """
     try:
         if path.exists() and not path.is_file():  # opening a pipe would block
-            raise TextError(f"{path} cannot be read: it is no file")
+            raise TextError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
             large = os.fstat(file.fileno()).st_size > most
             content = b"" if large else file.read(most + 1)
@@ -32,9 +32,7 @@ def read_bytes(path: Path, most: int) -> bytes | None:
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
     if large or len(content) > most:
-        raise TextError(
-            f"{path} has more than {most:,} bytes, the most that is read of such a file"
-        )
+        raise TextError(f"{path} has more than {most:,} bytes, the largest size that is supported")
     return content
 
 
@@ -90,5 +88,5 @@ def _parsed[T](text: str, path: Path, kind: type[T], name: str) -> T:
     except ValueError as error:  # also integers of thousands of digits
         raise TextError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(values, kind):
-        raise TextError(f"{path} must hold a JSON {name}; got {type(values).__name__}")
+        raise TextError(f"{path} must contain a JSON {name}; got {type(values).__name__}")
     return values

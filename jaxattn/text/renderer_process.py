@@ -62,13 +62,15 @@ class RendererProcess:
         try:
             data = packed(request)
         except (TypeError, ValueError, RecursionError) as error:
-            raise TextError(f"a chat needs values of JSON: {error}") from error
+            raise TextError(f"a chat must consist of JSON values: {error}") from error
         with self._lock:
             reply = self._ask(data, name)
         if "text" in reply:
             return reply["text"]
         if "refused" in reply:
-            raise TextError(f"the chat template of {name} refuses the messages: {reply['refused']}")
+            raise TextError(
+                f"the chat template of {name} rejected the messages: {reply['refused']}"
+            )
         raise TextError(f"the chat template of {name} {reply['failed']}")
 
     def close(self) -> None:
@@ -92,12 +94,13 @@ class RendererProcess:
             self._end()
         if late.is_set():
             raise TextError(
-                f"the chat template of {name} did not end within {self.seconds:g} s and was stopped"
+                f"the chat template of {name} did not finish within {self.seconds:g} s and was "
+                "stopped"
             )
         if reply is None:
             raise TextError(
-                f"the chat template of {name} ended its process, which may have "
-                f"{self.most_bytes / 2**20:,.0f} MiB of memory"
+                f"the process of the chat template of {name} died; its memory limit is "
+                f"{self.most_bytes / 2**20:,.0f} MiB"
             )
         return reply
 
@@ -120,7 +123,7 @@ class RendererProcess:
                 start_new_session=True,  # keeps a terminal's Ctrl-C from the process
             )
         except (OSError, ValueError) as error:
-            raise TextError(f"no process for chat templates can be started: {error}") from error
+            raise TextError(f"the process for chat templates cannot be started: {error}") from error
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdout
@@ -130,8 +133,8 @@ class RendererProcess:
             code = process.wait()
             self._end()
             raise TextError(
-                f"the process for chat templates ended at its start with code {code}; "
-                f"`{' '.join(command)}` shows why"
+                f"the process for chat templates exited at its start with code {code}; run "
+                f"`{' '.join(command)}` to see why"
             )
         return process
 

@@ -182,7 +182,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
     except MemoryError:
         raise
     except jinja2.TemplateSyntaxError as error:
-        return {"failed": f"has an error in line {error.lineno}: {_cut(error.message)}"}
+        return {"failed": f"has an error on line {error.lineno}: {_cut(error.message)}"}
     except TemplateRefusal as error:
         return {"refused": _cut(str(error))}
     except Exception as error:  # the template may raise any exception

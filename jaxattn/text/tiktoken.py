@@ -67,8 +67,8 @@ def load_tiktoken(path: Path, settings: TokenizerConfig) -> Inner:
     if pattern is None:
         raise TextError(
             f"{settings.folder}: tokenizer_config.json has the tokenizer_class "
-            f"{settings.tokenizer_class!r}, and {path.name} is read for "
-            f"{', '.join(PATTERNS)} only; add a tokenizer.json to the folder"
+            f"{settings.tokenizer_class!r}, but {path.name} is supported only for "
+            f"{', '.join(PATTERNS)}; add a tokenizer.json to the folder"
         )
     tokens = read_ranks(path)
     inner = Inner(byte_pairs(tokens))
@@ -84,7 +84,7 @@ def load_tiktoken(path: Path, settings: TokenizerConfig) -> Inner:
         if (got := inner.token_to_id(added.content)) != token:
             raise TextError(
                 f"{settings.folder}: tokenizer_config.json gives {added.content!r} the id "
-                f"{token:,}, and it is the text of id {got:,} too"
+                f"{token:,}, but this text already has the id {got:,}"
             )
     return inner
 
@@ -105,11 +105,11 @@ def read_ranks(path: Path) -> list[bytes]:
             token, place = binascii.a2b_base64(text, strict_mode=True), int(rank)
         except ValueError:
             raise TextError(
-                f"{path} is damaged: line {number:,} is not a token in base64 and a rank: "
+                f"{path} is damaged: line {number:,} is not a base64 token and a rank: "
                 f"{line[:60]!r}"
             ) from None
         if token in ranks:
-            raise TextError(f"{path} is damaged: the token of line {number:,} stands in it twice")
+            raise TextError(f"{path} is damaged: the token of line {number:,} is listed twice")
         if not 0 < len(token) <= MOST_TOKEN_BYTES:
             raise TextError(
                 f"{path}: the token of line {number:,} has {len(token):,} bytes; supported are 1 "
@@ -123,17 +123,17 @@ def _in_order(path: Path, ranks: dict[bytes, int]) -> list[bytes]:
     tokens: dict[int, bytes] = {}
     for token, rank in ranks.items():
         if rank in tokens:
-            raise TextError(f"{path} is damaged: rank {rank:,} stands in it twice")
+            raise TextError(f"{path} is damaged: rank {rank:,} is listed twice")
         tokens[rank] = token
     missing = next((rank for rank in range(len(tokens)) if rank not in tokens), None)
     if missing is not None:
         raise TextError(
-            f"{path} is damaged: rank {missing:,} is missing, and the file has {len(tokens):,} "
+            f"{path} is damaged: rank {missing:,} is missing, but the file has {len(tokens):,} "
             "tokens"
         )
     for byte in range(256):
         if bytes([byte]) not in ranks:
-            raise TextError(f"{path} is damaged: no token is the byte 0x{byte:02X} alone")
+            raise TextError(f"{path} is damaged: no token is the single byte 0x{byte:02X}")
     return [tokens[rank] for rank in range(len(tokens))]
 
 
@@ -168,9 +168,9 @@ def special_tokens(ranks: int, settings: TokenizerConfig) -> dict[int, AddedVoca
     end = max(named, default=-1) + 1
     if low < ranks or end > ranks + 16 * RESERVED:
         raise TextError(
-            f"{settings.folder}: added_tokens_decoder of tokenizer_config.json has the ids "
-            f"{low:,} to {end - 1:,}; special tokens start after the {ranks:,} ranks of "
-            f"tiktoken.model and end {16 * RESERVED:,} ids later at most"
+            f"{settings.folder}: added_tokens_decoder of tokenizer_config.json has the ids {low:,} "
+            f"to {end - 1:,}; special tokens must follow the {ranks:,} ranks of tiktoken.model "
+            f"within {16 * RESERVED:,} ids"
         )
     reserved = ranks + RESERVED
     if settings.vocab_size is not None:  # larger ids have no logits

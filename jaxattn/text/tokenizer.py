@@ -138,4 +138,4 @@ class ByteTokenizer(Tokenizer):
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        raise TextError("a model of bytes has no chat template; give it plain text")
+        raise TextError("a byte-level model has no chat template; give a plain prompt")

@@ -138,7 +138,7 @@ class FileFields(OptionalFields):
 
     def token(self, field: str) -> str | None:
         """Returns a field that is a token's text, or an object with the text as `content`."""
-        return self.optional(field, _content, "a text or an object with a text `content`")
+        return self.optional(field, _content, "a string or an object with a string `content`")
 
 
 def _fields(path: Path) -> FileFields:
@@ -157,10 +157,10 @@ def _is_unicode(text: str) -> bool:
 
 def _defaults(generation: FileFields) -> SamplingDefaults:
     least = math.ulp(0.0)
-    top_k = generation.number("top_k", -1, MOST_ID, "an integer from -1")
+    top_k = generation.number("top_k", -1, MOST_ID, "an integer of at least -1")
     if top_k is not None and not top_k.is_integer():
-        raise generation.wrong("top_k", "an integer from -1")
-    temperature = generation.number("temperature", 0, 1e6, "a number from 0")
+        raise generation.wrong("top_k", "an integer of at least -1")
+    temperature = generation.number("temperature", 0, 1e6, "a number of at least 0")
     match generation.flag("do_sample"):
         case False:
             temperature = 0.0
@@ -185,7 +185,7 @@ def _added(tokenizer: FileFields) -> dict[int, AddedVocabToken]:
         content = entry.text("content")
         digits = key.isdecimal() and len(key) <= len(str(MOST_ID))
         if not digits or int(key) > MOST_ID or not content or not _is_unicode(content):
-            raise field.wrong(key, "an entry of an id, with a `content` that is not empty")
+            raise field.wrong(key, "a token id, and its object must have a nonempty `content`")
         found[int(key)] = AddedVocabToken(content=content, special=bool(entry.flag("special")))
     return found
 
@@ -216,6 +216,6 @@ def _named_templates(tokenizer: FileFields) -> dict[str, str]:
         found = {}
     if not found or not all(isinstance(text, str) for pair in found.items() for text in pair):
         raise tokenizer.wrong(
-            "chat_template", "a text or a list of objects with the texts `name` and `template`"
+            "chat_template", "a string or a list of objects with the strings `name` and `template`"
         )
     return found

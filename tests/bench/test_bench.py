@@ -411,7 +411,7 @@ def test_outside_of_a_checkout_there_are_no_baselines(measured, tmp_path, monkey
     monkeypatch.setattr(run_metadata, "commit", str)
     with pytest.raises(SystemExit, match="2"):
         bench.main(["mla", "--small"])
-    assert "baselines run from a checkout of the repository" in capsys.readouterr().err
+    assert "baselines need a checkout of the repository" in capsys.readouterr().err
     assert not measured
     assert bench.main(["mla", "--small", "--no-peers"]) == 0
     assert measured == list(mla.SMALL_SHAPES)
@@ -453,7 +453,7 @@ def test_an_installed_peer_has_a_column_and_its_failures_are_a_line(
         "flashinfer-mla: flashinfer-python 9.9, by CUDA events around a graph",
         "flashinfer-mla [1, 20, 130, 2]: ValueError: 20 heads",
         "flaggems-mla: flag_gems 5.0, by CUDA events around a graph",
-        "flaggems-mla [1, 20, 130, 2]: ValueError: it takes one token a row, not 2",
+        "flaggems-mla [1, 20, 130, 2]: ValueError: it supports only one token per row, not 2",
         "vllm-flashmla: not installed (python3 -m pip install vllm torch)",
         "flaggems by jax-triton: not installed (python3 -m pip install jax-triton triton)",
     ]
@@ -474,7 +474,9 @@ def test_a_peer_by_jax_triton_is_named_with_its_versions(monkeypatch):
 )
 def test_flashmlas_lists_are_of_the_shapes_that_it_has(q_len, cache, batch):
     build = torch_runner.PEERS["vllm-flashmla-sparse"].build
-    with pytest.raises(ValueError, match="decodes block-scaled caches, and prefills one row"):
+    with pytest.raises(
+        ValueError, match="decodes only from block-scaled caches, and prefills only one row"
+    ):
         build(batch, q_len, 64, 32768, 2048, cache)
 
 
@@ -506,7 +508,7 @@ def test_only_the_named_shapes_are_measured_and_an_unknown_one_is_an_error(measu
     with pytest.raises(SystemExit) as stopped:
         bench.main([*argv, "2,16,256,1", "1,2"])
     assert stopped.value.code == 2
-    assert "no shape 1,2 in mla; there are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
+    assert "mla has no shape 1,2; its shapes are 2,16,256,1 1,20,130,2" in capsys.readouterr().err
 
 
 def test_shapes_of_a_gpu_have_names_of_their_own():
@@ -584,7 +586,7 @@ def test_every_peer_runs_a_bench_of_ours_and_names_a_package():
     assert {benches[name] for name in of_torch | set(jax_triton_baselines.PEERS)} == set(
         bench.COMPARED
     )
-    with pytest.raises(ValueError, match="float32, not bfloat16"):
+    with pytest.raises(ValueError, match="only float32 states, not bfloat16"):
         torch_delta_rule.fla_decode(1, 1, 1, 1, "bfloat16")
 
 
@@ -672,7 +674,7 @@ def test_what_cannot_be_drawn_is_said(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nothing"], "no bench 'nothing'; there are mla, mla-prefill,"),
+        (["nothing"], "no bench 'nothing'; the benches are mla, mla-prefill,"),
         (
             ["nothing"],
             "parallel, collectives, long-row, compare, dense, host, quality, offline, serve",

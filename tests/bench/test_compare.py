@@ -62,14 +62,14 @@ def test_runs_of_different_conditions_are_refused(name, value, words, run, tmp_p
     paths = files(tmp_path, run, run | {name: value})
     assert bench.main(["compare", *paths]) == 2
     said = capsys.readouterr().err
-    assert "not comparable, they differ in" in said
+    assert "not comparable, because they differ in" in said
     with pytest.raises(comparison.ComparisonError, match=words):
         comparison.check(run, run | {name: value})
 
 
 def test_files_that_say_no_method_or_are_none_are_refused(run, tmp_path, capsys):
     old = {name: value for name, value in run.items() if name != "method"}
-    for broken, words in ((old, "an older version wrote it"), ([], "is no result of a bench")):
+    for broken, words in ((old, "an older version wrote it"), ([], "is not a result of a bench")):
         assert bench.main(["compare", *files(tmp_path, run, broken)]) == 2
         assert words in capsys.readouterr().err
     assert bench.main(["compare", str(tmp_path / "none.json"), str(tmp_path / "none.json")]) == 2
@@ -78,4 +78,4 @@ def test_files_that_say_no_method_or_are_none_are_refused(run, tmp_path, capsys)
 
 def test_runs_without_a_time_in_common_are_refused(run, tmp_path, capsys):
     assert bench.main(["compare", *files(tmp_path, run, run | {"rows": []})]) == 2
-    assert "no time of one name in common" in capsys.readouterr().err
+    assert "the results have no time with the same name" in capsys.readouterr().err

@@ -94,9 +94,9 @@ def test_tokens_that_differ_are_counted():
     "given, message",
     [
         (["--rows", "0"], "--rows must be positive; got 0"),
-        (["--rows", "4", "2", "--grammars", "3"], "from 1 to the fewest --rows; got 3"),
+        (["--rows", "4", "2", "--grammars", "3"], "from 1 to the smallest --rows; got 3"),
         (["--repeats", "0"], "--repeats must be positive; got 0"),
-        (["--small", "DeepSeek-V2-Lite"], "--small has a model of its own; give no MODEL"),
+        (["--small", "DeepSeek-V2-Lite"], "--small has its own model; leave MODEL out"),
         (["--steps-per-round", "9"], "--steps-per-round: steps_per_round must be at most 8; got 9"),
         (["nobody"], "nobody"),
     ],
@@ -116,7 +116,7 @@ def test_grammars_without_their_library_are_refused_at_once(monkeypatch, capsys)
 
 def test_more_steps_than_the_model_has_positions_are_refused(capsys):
     assert host_overhead.main(["--small", "--rows", "4", "--steps", "9000"], "bench") == 2
-    assert "4 rows of 9000 steps take 9,082 tokens" in capsys.readouterr().err
+    assert "4 rows of 9000 steps need 9,082 tokens" in capsys.readouterr().err
 
 
 def test_words_are_tokens_of_a_large_vocabulary():

@@ -93,7 +93,7 @@ def test_a_run_names_what_it_ran_on_and_how(ran, folder):
     assert run["model"] == folder.name and run["seed"] == 5 and run["layers"] == 2
     assert "model" in run["command"] and "--seed 5" in run["command"]
     assert {"jax", "device", "commit", "copy_GB_s", "matmul_TFLOP_s", "card"} <= run.keys()
-    assert "decode 3: where the time" in said
+    assert "decode 3: kernel time by category" in said
 
 
 def test_a_decode_step_stands_beside_the_roof_of_its_bytes(ran):
@@ -232,7 +232,9 @@ def test_experts_that_were_called_unseen_are_an_error(ran, monkeypatch):
     monkeypatch.setattr(
         expert_usage, "jit_step", lambda *_, **__: lambda params, state, batch: (0, state)
     )
-    with pytest.raises(RuntimeError, match="0 calls of experts were seen in 1 steps of 2 layers"):
+    with pytest.raises(
+        RuntimeError, match="0 calls of experts were recorded in 1 steps of 2 layers"
+    ):
         expert_usage.distinct(steps.model, steps.params, steps.state, [None], (3,))
 
 
@@ -368,7 +370,7 @@ def test_launches_are_counted_per_call(monkeypatch):
         (["nothing"], "use one of DeepSeek-R1"),
         (["OTHER"], "model_type 'unheard_of' is not supported"),
         (["FOLDER", "--rows", "0"], "--rows must be positive"),
-        (["FOLDER", "--context", "300"], "takes 256 tokens; got 8,192"),
+        (["FOLDER", "--context", "300"], "supports 256 tokens; got 8,192"),
         (["FOLDER", "--json", "/nowhere/x.json"], "cannot be written"),
     ],
 )
@@ -443,7 +445,7 @@ def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
     (found,) = materialized_arrays(text, least=4096)
     assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
-    assert str(found).startswith("f32[32,64], 0.0 MiB each time round (")
+    assert str(found).startswith("f32[32,64], 0.0 MiB in each iteration (")
 
 
 def test_dense_products_are_shown_and_stored(tmp_path, monkeypatch, capsys):

@@ -111,7 +111,7 @@ def test_the_parent_leaves_the_device_to_the_engines():
 def test_what_an_engine_cannot_do_is_said_and_the_rest_is_measured(ran):
     run, said = ran
     [lost] = run["errors"]  # the fake has a batch of 2
-    assert lost.startswith("vLLM, decode step, B 3, T 64: 3 rows decoded together for 0 steps")
+    assert lost.startswith("vLLM, decode step, B 3, T 64: 3 rows decoded together for only 0 steps")
     assert lost in said.replace("\n", "")
     last = [row for row in run["rows"] if row["what"] == "decode step, B 3, T 64"]
     assert [set(row) for row in last] == [{"what", "unit", "jaxattn"}]
@@ -170,7 +170,9 @@ def test_a_slow_third_is_not_the_time_of_a_step():
 
 def test_rows_that_never_run_together_are_an_error():
     steps = [(0.1 * number, [number // 10]) for number in range(30)]
-    with pytest.raises(MeasureError, match="3 rows decoded together for 0 steps.*1 rows had begun"):
+    with pytest.raises(
+        MeasureError, match="3 rows decoded together for only 0 steps.*1 rows had begun"
+    ):
         window(steps, 3, 10)
 
 
@@ -178,8 +180,8 @@ def test_a_prompt_beyond_the_context_is_an_error_of_its_own():
     work = OfflineWorkload(prompts=(49, 50), requests=2, prompt=50, output=9, repeats=3)
     one, long, requests = measured(Steps(), work, ["prompt", "throughput"])
     assert (one["what"], one["unit"]) == ("one prompt of 49", "ms") and len(one["runs"]) == 3
-    assert long["error"] == "51 tokens are longer than the 50 of scripted's context"
-    assert requests["error"].startswith("59 tokens are longer")
+    assert long["error"] == "51 tokens exceed the context of scripted, 50"
+    assert requests["error"].startswith("59 tokens exceed the context")
 
 
 def test_a_loss_is_named_as_plainly_as_a_win():
@@ -208,7 +210,7 @@ def test_a_loss_is_named_as_plainly_as_a_win():
         ["a, s: jaxattn loses, 0.75 times as fast"],
     )
     assert summary(rows[1:])[0].endswith("slower in none.")
-    assert "nobody wins" in summary(compared(ours))[0]
+    assert "there is no comparison" in summary(compared(ours))[0]
     assert verdict(None) == ""
 
 
@@ -237,7 +239,7 @@ def test_a_package_without_baselines_says_where_they_are(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "jaxattn.bench.baselines.vllm_engine", None)
     with pytest.raises(SystemExit):
         command.parse(["--small", "--engine", "both"], "bench")
-    assert "--engine both: other engines run from a checkout" in capsys.readouterr().err
+    assert "--engine both: other engines need a checkout" in capsys.readouterr().err
 
 
 def test_an_engine_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
@@ -264,8 +266,8 @@ def test_an_engine_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     "code, limit, wrong",
     [
         ("pass", 30, None),
-        ("raise SystemExit(3)", 30, "its process ended with exit code 3"),
-        ("import time; time.sleep(60)", 0.2, "its process was not done after --limit 0.2 s"),
+        ("raise SystemExit(3)", 30, "its process exited with code 3"),
+        ("import time; time.sleep(60)", 0.2, "its process did not finish within --limit 0.2 s"),
     ],
 )
 def test_what_went_wrong_with_a_process_is_said(code, limit, wrong, tmp_path, monkeypatch):
@@ -280,7 +282,7 @@ def test_an_engine_that_fails_keeps_what_it_measured(tmp_path, monkeypatch, caps
     def failed(job, lines, *_):
         row = {"what": "start", "unit": "s", "value": 3.0}
         lines.write_text(json.dumps({"row": row}) + "\n")
-        return "its process ended with exit code 137"
+        return "its process exited with code 137"
 
     monkeypatch.setattr(command, "run_process", failed)
     file = tmp_path / "run.json"
@@ -289,7 +291,7 @@ def test_an_engine_that_fails_keeps_what_it_measured(tmp_path, monkeypatch, caps
     assert run["rows"] == [{"what": "start", "unit": "s", "jaxattn": 3.0}]
     absent, ended = run["errors"]
     assert absent.startswith("Only jaxattn runs: vLLM is not installed")
-    assert ended == "jaxattn: its process ended with exit code 137"
+    assert ended == "jaxattn: its process exited with code 137"
     assert ended in capsys.readouterr().out
 
 

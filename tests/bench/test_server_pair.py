@@ -101,7 +101,7 @@ def test_a_server_is_started_prepared_and_ended(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "code, limit, message",
     [
-        ("print('no room'); raise SystemExit(3)", 30, "ended with exit code 3\n  no room"),
+        ("print('no room'); raise SystemExit(3)", 30, "exited with code 3\n  no room"),
         ("import time; time.sleep(60)", 0.1, "was not ready after --limit 0.1 s"),
     ],
 )
@@ -125,12 +125,12 @@ def test_our_server_has_its_default_options(tmp_path):
 def test_a_start_that_fails_makes_the_code_2(monkeypatch, capsys):
     @contextlib.contextmanager
     def failing(*_, **__):
-        raise ServerStartError("jaxattn's server ended with exit code 1")
+        raise ServerStartError("jaxattn's server exited with code 1")
         yield
 
     monkeypatch.setattr(server_process, "started", failing)
     assert main(["serve", "--small", *SHORT]) == 2
-    assert "serve: error: jaxattn's server ended" in capsys.readouterr().err
+    assert "serve: error: jaxattn's server exited" in capsys.readouterr().err
 
 
 def test_a_load_that_failed_has_no_times_to_compare():
@@ -143,9 +143,9 @@ def test_a_load_that_failed_has_no_times_to_compare():
     [
         (["http://a", "--url", "http://b", "--rates", "1"], "give http://a or --url http://b"),
         (["http://a", "--rates", "1", "--engine", "vllm"], "--engine, --peer-options and --sh"),
-        (["--small", "--rates", "1", "--shares", "1"], "leave out --rates and --concurrency"),
-        (["Qwen3-32B", "--chat"], "--chat goes with a URL, and Qwen3-32B is a model"),
-        (["--small", "--model", "x"], "--model goes with a URL, and --small is a model"),
+        (["--small", "--rates", "1", "--shares", "1"], "leave --rates and --concurrency out"),
+        (["Qwen3-32B", "--chat"], "--chat needs a URL, but Qwen3-32B is a model"),
+        (["--small", "--model", "x"], "--model needs a URL, but --small is a model"),
         (["--small", "--engine", "both"], "--engine both: vLLM is not installed"),
         (["nobody"], "unknown model 'nobody'"),
     ],

@@ -88,7 +88,7 @@ def test_without_xla_the_peers_in_jax_are_there():
 def test_an_implementation_is_not_for_layers(capsys):
     with pytest.raises(SystemExit, match="2"):
         bench.main(["train", "--small", "--no-peers", "--implementation", "xla"])
-    assert "layers, which train times too, choose it themselves" in capsys.readouterr().err
+    assert "the layers that it times choose their own implementation" in capsys.readouterr().err
 
 
 def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
@@ -103,7 +103,7 @@ def test_a_peer_s_forward_pass_is_a_column_and_its_memory_a_line(monkeypatch):
         "torch (fla)": [9e-3], "torch (fla) call": [1e-2], "torch (fla) forward": [3e-3],
     }  # fmt: skip
     assert said == [
-        f"torch-layer-gradient {shape}: 2000 MiB beside its operands",
+        f"torch-layer-gradient {shape}: 2000 MiB in addition to its operands",
         "torch-layer-gradient: flash-linear-attention 0.6.0, by CUDA events",
         "flashqla-layer-gradient: not installed (python3 -m pip install flash-qla torch)",
     ]
@@ -116,5 +116,5 @@ def test_no_two_peers_of_a_bench_share_a_column():
 
 
 def test_a_layer_that_pytorch_has_not_is_named():
-    with pytest.raises(ValueError, match="it has no latent attention"):
+    with pytest.raises(ValueError, match="it does not support latent attention"):
         torch_layers.layer_gradient("latent attention", 1, 8)

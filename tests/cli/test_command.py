@@ -81,7 +81,7 @@ def test_no_room_for_the_output():
 def test_a_closed_stdout(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it after `>&-`
     assert plan([*PLAN[1:]]) == 1
-    said = "python -m jaxattn.plan: error: stdout is closed; give the output a place\n"
+    said = "python -m jaxattn.plan: error: stdout is closed; redirect it to a file or a pipe\n"
     assert capsys.readouterr().err == said
 
 
@@ -100,7 +100,7 @@ def test_an_error_that_is_not_about_files_keeps_its_traceback():
 def test_a_closed_stdin(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", None)  # as Python has it after `<&-`
     assert serve(["--prompt", "-"]) == 2
-    assert capsys.readouterr().err.endswith("error: --prompt - reads stdin, which is closed\n")
+    assert capsys.readouterr().err.endswith("error: --prompt - reads stdin, but stdin is closed\n")
 
 
 @pytest.mark.slow(

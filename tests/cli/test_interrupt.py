@@ -136,7 +136,7 @@ def test_a_word_that_is_no_command(capsys):
     for given in ("serv", "--model", "jaxattn.serve"):
         assert __main__.main([given, "serve"]) == 2
         error = capsys.readouterr().err
-        assert f"{given!r} is no command; " in error and error.count("\n") == 1
+        assert f"{given!r} is not a command; " in error and error.count("\n") == 1
 
 
 in_the_main_thread = pytest.mark.skipif(

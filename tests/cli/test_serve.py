@@ -102,12 +102,12 @@ def test_help_is_grouped_and_shows_every_default(capsys):
 BAD_INPUT = {
     "empty prompt": (["--prompt", ""], "--prompt number 1 is empty"),
     "second prompt empty": (["--prompt", "x", "--prompt", ""], "--prompt number 2 is empty"),
-    "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - can be given once"),
+    "stdin twice": (["--prompt", "-", "--prompt", "-"], "--prompt - can be given only once"),
     "prompt too long": (
         ["--prompt", "x", "--prompt", "y" * 64, *SMALL],
-        "prompt 2 has 64 bytes and the model length is 64",
+        "prompt 2 has 64 bytes, but the model length is 64",
     ),
-    "length beyond the model": (["--max-model-len", "8k"], "--max-model-len 8192 is longer than"),
+    "length beyond the model": (["--max-model-len", "8k"], "--max-model-len 8192 exceeds"),
     "no checkpoint": (["--model", "/no/such"], "cannot read /no/such/config.json"),
     "implementation": (["--implementation", "cuda"], "invalid choice: 'cuda'"),
     "batch": (["--batch", "0"], "argument --batch: '0' is not a size"),
@@ -116,7 +116,7 @@ BAD_INPUT = {
     "pages beyond int32": (["--num-pages", "4000m"], "--num-pages must be at most 2,147,483,647"),
     "too many pages": (
         ["--batch", "1000m", "--max-model-len", "256"],
-        "--batch 1048576000 times --max-model-len 256 is 4,194,304,000 pages",
+        "--batch 1048576000 times --max-model-len 256 needs 4,194,304,000 pages",
     ),
     "utilization": (["--utilization", "1.1"], "'1.1' is not a fraction"),
     "several shapes": (
@@ -129,8 +129,8 @@ BAD_INPUT = {
     ),
     "chunk above the length": (
         ["--prefill-chunk", "256", "--max-model-len", "64"],
-        "--prefill-chunk 256 is more than --max-model-len 64, and no prompt is as long as a chunk; "
-        "make it smaller, or leave one of them out",
+        "--prefill-chunk 256 exceeds --max-model-len 64, and no prompt is as long as a chunk; "
+        "decrease it, or leave one of them out",
     ),
     "bucket above the chunk": (
         ["--prefill-buckets", "8,32", *SMALL],
@@ -138,16 +138,16 @@ BAD_INPUT = {
     ),
     "more prompts than rows": (
         ["--prefill-rows", "4", "--batch", "2"],
-        "--prefill-rows 4 is more than --batch 2",
+        "--prefill-rows 4 exceeds --batch 2",
     ),
     "more tokens beside rows than without": (
         ["--mixed-tokens", "4096", "--prefill-tokens", "2048"],
-        "--mixed-tokens 4096 is more than --prefill-tokens 2048",
+        "--mixed-tokens 4096 exceeds --prefill-tokens 2048",
     ),
     "less than a line beside rows": (
         ["--mixed-tokens", "64", "--prefill-chunk", "2048"],
-        "--mixed-tokens 64 is less than the 128 tokens of a prompt that a step reads together; "
-        "give 128 or more, or 0 for steps of their own",
+        "--mixed-tokens 64 is less than the 128 tokens of a prompt that a step processes together; "
+        "give 128 or more, or 0 for prompt steps of their own",
     ),
     "rows beside prompts and one shape": (
         ["--reproducible", "--mixed-tokens", "256"],
@@ -156,7 +156,7 @@ BAD_INPUT = {
     ),
     "pages below the length": (
         ["--num-pages", "1", "--max-model-len", "256"],
-        "--num-pages 1 hold 64 tokens of --max-model-len 256; give 4 pages or more",
+        "--num-pages 1 has room for only 64 tokens of --max-model-len 256; give 4 pages or more",
     ),
     "a bucket and one shape": (
         ["--reproducible", "--decode-buckets", "1"],
@@ -164,17 +164,20 @@ BAD_INPUT = {
     ),
     "guesses and one shape": (
         ["--reproducible", "--speculate", "2"],
-        "--speculate 2 has steps of another shape where no row of a batch may guess, and "
-        "--reproducible one shape; leave one of them out",
+        "--speculate 2 needs steps of a second shape for batches without drafts, but "
+        "--reproducible compiles one shape; leave one of them out",
     ),
     "states of no prefixes": (
         ["--checkpoints", "2", "--no-prefix-cache"],
-        "--checkpoints 2 keeps states of cached prefixes, and --no-prefix-cache has none",
+        "--checkpoints 2 stores states of cached prefixes, but --no-prefix-cache disables",
     ),
-    "states of data groups": (["--checkpoints", "2", "--data", "2"], "and --data 2 has none"),
+    "states of data groups": (
+        ["--checkpoints", "2", "--data", "2"],
+        "but --data 2 has no prefix cache",
+    ),
     "rows of data groups": (
         ["--batch", "3", "--data", "2"],
-        "--batch 3 is no multiple of --data 2, whose groups have as many rows each",
+        "--batch 3 must be a multiple of --data 2, because all groups have the same number of rows",
     ),
     "context and tensor": (
         ["--tensor", "2", "--context", "3"],
@@ -184,10 +187,13 @@ BAD_INPUT = {
         ["--kv-cache-native-layers", "1"],
         "--kv-cache-native-layers 1 needs a",
     ),
-    "a server's option": (["--max-queue", "3"], "--max-queue is for a server: give --port too"),
+    "a server's option": (
+        ["--max-queue", "3"],
+        "--max-queue applies only to a server; give --port too",
+    ),
     "a prompt and a port": (
         ["--port", "0", "--prompt", "x"],
-        "--prompt is for the terminal, and --port serves over HTTP instead",
+        "--prompt applies only in the terminal, but --port serves over HTTP; leave one of them out",
     ),
     "buckets": (["--prefill-buckets", "8,x"], "'x' is not a size"),
     "temperature": (["--temperature", "-1"], "'-1' is not a temperature: use 0 or more"),
@@ -219,7 +225,7 @@ def test_bad_input_is_one_line_and_exit_code_2_before_compiling(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--device", "gpu"], "--device gpu: JAX sees no GPU, its device is 'cpu'"),
+        (["--device", "gpu"], "--device gpu: JAX found no GPU, only the platform 'cpu'"),
         (["--implementation", "mosaic_gpu"], "needs a Hopper GPU"),
     ],
 )
@@ -256,7 +262,9 @@ def test_without_jit_nothing_is_served(model, capsys):
     with jax.disable_jit():
         assert main(["--model", model, "--prompt", "x", *SMALL]) == 2
     said = capsys.readouterr().err
-    assert said.endswith("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it\n")
+    assert said.endswith(
+        "JAX_DISABLE_JIT is set, but jaxattn serves only compiled steps; unset it\n"
+    )
 
 
 @pytest.mark.usefixtures("untraced_bounds")
@@ -385,7 +393,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_pa
     native_format.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
     (tmp_path / "model.safetensors").unlink()
     assert main(["--model", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
-    assert "prompt 1 has 64 bytes and the model length is 64" in capsys.readouterr().err
+    assert "prompt 1 has 64 bytes, but the model length is 64" in capsys.readouterr().err
     assert main(["--model", str(tmp_path), "--prompt", "y", *SMALL]) == 2
     assert "model.safetensors" in capsys.readouterr().err
 
@@ -570,7 +578,7 @@ def test_the_plan_counts_each_parameter_once(capsys):
 
 def test_a_picture_without_a_plan(capsys):
     assert main(["--plot", "x.png", "--prompt", "a"]) == 2
-    assert "--plot draws a plan: give --plan too" in capsys.readouterr().err
+    assert "--plot draws the memory plan; give --plan too" in capsys.readouterr().err
 
 
 @pytest.mark.slow(

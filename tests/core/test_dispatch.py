@@ -11,7 +11,7 @@ from jaxattn.kernels.hopper.build import interpreter as hopper
 
 
 def refuse():
-    raise Refusal("op: the kernel has D=576, and got D=20")
+    raise Refusal("op: the kernel needs D=576, got D=20")
 
 
 CANDIDATES = {"mosaic_gpu": refuse, "mosaic_gpu_interpret": refuse, "xla": lambda: "xla's"}
@@ -29,7 +29,7 @@ def test_a_gpu_that_runs_xla_instead_says_why_at_the_callers_line(backend, warne
         assert dispatch("op", None, {"xla": CANDIDATES["xla"]}) == "xla's"  # there is no kernel
     assert len(caught) == warned
     for each in caught:
-        assert "op: 'xla' runs instead of the GPU's kernel: op: the kernel has D=576" in str(
+        assert "op: 'xla' runs instead of the GPU's kernel: op: the kernel needs D=576" in str(
             each.message
         )
         assert each.filename == __file__
@@ -97,7 +97,7 @@ def test_the_interpreter_with_few_host_threads_warns_once(variables, cores, thre
         assert hopper.interpret_mode(True) and hopper.interpret_mode(True)
     assert len(caught) == (threads is not None)
     for each in caught:
-        assert f"XLA's pool has {threads}; set the environment variable PJRT_NPROC=16" in str(
+        assert f"XLA's pool has only {threads}; set the environment variable PJRT_NPROC=16" in str(
             each.message
         )
         assert each.filename == __file__

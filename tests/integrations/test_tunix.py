@@ -251,13 +251,13 @@ def test_bad_input_is_refused_by_name(rollout, policy, theirs):
         EngineRollout(theirs, rollout.tokenizer, mesh(), config)
     with pytest.raises(TypeError, match="prompt 0 must be a string, got ndarray"):
         rollout.generate([np.array(["a", "a"])], config)
-    with pytest.raises(TypeError, match="reads text alone; got images"):
+    with pytest.raises(TypeError, match="accepts only text; got images"):
         rollout.generate(["a"], config, images=[None])
     with pytest.raises(ValueError, match="prompt 1 has 30 tokens.*max_model_len=32"):
         rollout.generate(["a", "a" * 30], config)
     with pytest.raises(ValueError, match="got LoRAParam under a, b. LoRA is not supported"):
         rollout.update_params({"a": 0, "b": 0}, (nnx.LoRAParam,))
-    with pytest.raises(ValueError, match="Policy keeps no cache"):
+    with pytest.raises(ValueError, match="Policy has no cache"):
         policy(jnp.zeros((1, 2), jnp.int32), cache={"layer_0": None})
     with pytest.raises(TypeError, match="model must be a jaxattn.models.DecoderModel, got Qwen2"):
         Policy(theirs, None)

@@ -91,5 +91,5 @@ def test_a_launch_of_too_much_shared_memory_is_refused_by_name():
         outputs={"out_ref": jax.ShapeDtypeStruct((128,), x.dtype)},
     )
     smem = {"smem": plgpu.SMEM((ROOM // 4,), jnp.float32), "there": plgpu.Barrier(num_arrivals=1)}
-    with pytest.raises(Refusal, match=r"wide: a block would keep 232,456 bytes .* gives it 232,44"):
+    with pytest.raises(Refusal, match=r"wide: a CTA needs 232,456 bytes .* has only 232,44"):
         run(name="wide", scratch=smem)

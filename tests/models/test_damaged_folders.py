@@ -78,7 +78,10 @@ def renamed(tensors: dict[str, np.ndarray]) -> None:
             r"kv_b_proj.weight' int8\[512, 512\], expected a float\[512, 512\]",
         ),
         (lambda t: t.update({KV: t[KV].astype(np.float64)}), "kv_b_proj.weight' float64"),
-        (lambda t: t.update({KV: t[KV].astype(np.uint16)}), "holds '.*kv_b_proj.weight' of 'U16'"),
+        (
+            lambda t: t.update({KV: t[KV].astype(np.uint16)}),
+            "contains '.*kv_b_proj.weight' of 'U16'",
+        ),
     ],
     ids=["renamed", "missing", "unknown", "shape", "int8", "float64", "uint16"],
 )

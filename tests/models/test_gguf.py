@@ -223,12 +223,12 @@ def test_sentencepieces_are_merged_in_the_order_of_their_scores(tmp_path):
     "changed, said",
     [
         ({"tokenizer.ggml.model": "bert"}, "'bert' is not supported"),
-        ({"tokenizer.ggml.model": "llama"}, "no tokenizer.ggml.scores"),
-        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": (0.5,)}, "and 1 scores"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores is missing"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": (0.5,)}, "but 1 scores"),
         ({"tokenizer.ggml.pre": "tekken"}, "'tekken' is not supported"),
-        ({"tokenizer.ggml.merges": "none"}, "no tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.eos_token_id": 1000}, "eos_token_id is 1000"),
-        ({"tokenizer.ggml.token_type": (1, 1)}, "the types of 2"),
+        ({"tokenizer.ggml.merges": "none"}, "tokenizer.ggml.merges is missing or not a list"),
+        ({"tokenizer.ggml.eos_token_id": 1000}, "_id must be an integer from 0 to 99; got 1000"),
+        ({"tokenizer.ggml.token_type": (1, 1)}, "and types for 2"),
         ({"tokenizer.ggml.merges": ("h q",)}, "damaged"),
     ],
 )

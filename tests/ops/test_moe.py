@@ -283,9 +283,9 @@ def test_what_does_not_fit_is_named():
 @pytest.mark.parametrize(
     "options, reason",
     [
-        (dict(features=96, width=64), "F and I multiples of 64, and got F = 96, I = 64"),
+        (dict(features=96, width=64), "F and I multiples of 64, got F = 96, I = 64"),
         (dict(features=128, width=64), "got x float32, gate_up float32"),
-        (dict(features=128, width=64, fp8=True), "multiples of 128, and got F = 128, I = 64"),
+        (dict(features=128, width=64, fp8=True), "multiples of 128, got F = 128, I = 64"),
     ],
 )
 def test_a_kernel_that_does_not_serve_says_why(options, reason):

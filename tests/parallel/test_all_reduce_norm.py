@@ -73,7 +73,7 @@ def test_a_mailbox_of_another_size_and_the_interpreter_are_refused():
             run(mailbox)
     fits = SymmetricBuffer.empty(2, 8, FEATURES)
     run(fits)
-    with pytest.raises(Refusal, match="interpreter knows no memory of peers"):
+    with pytest.raises(Refusal, match="interpreter does not support peer memory"):
         run(fits, "mosaic_gpu_interpret")
     with pytest.raises(Refusal, match="needs a Hopper GPU"):
         run(fits, "mosaic_gpu")

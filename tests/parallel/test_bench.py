@@ -43,8 +43,8 @@ def test_a_layout_is_timed_beside_one_gpu(tmp_path):
 def test_what_no_layout_is_and_rows_that_groups_do_not_share_are_refused(capsys):
     for flags, message in (
         (["--tensor", "5"], "tensor=5 does not divide"),
-        (["--tensor", "2", "--xla-options", "fast"], "'fast' is no option: write KEY=VALUE"),
-        (["--data", "2", "--rows", "3"], "--rows 3 is no multiple of --data 2"),
+        (["--tensor", "2", "--xla-options", "fast"], "'fast' is not an option: write KEY=VALUE"),
+        (["--data", "2", "--rows", "3"], "--rows 3 must be a multiple of --data 2"),
     ):
         with pytest.raises(SystemExit):
             parallel_decode.parse([str(YOUTU), *flags], "bench")
@@ -114,5 +114,5 @@ def test_a_run_with_nothing_to_compare_is_no_picture(tmp_path):
     of_one_gpu, without_roof = run((1, "", 32, 10.0)), run((2, "--tensor 2", 32, 15.0))
     without_roof["rows"][0]["roof ms"] = None  # of a card whose rate is not known
     for ran in (of_one_gpu, without_roof):
-        with pytest.raises(result_plot.BenchPlotError, match="no steps of several GPUs"):
+        with pytest.raises(result_plot.BenchPlotError, match="neither steps of several GPUs"):
             result_plot.save(ran, tmp_path / "none.png")

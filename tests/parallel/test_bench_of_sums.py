@@ -113,9 +113,13 @@ def test_the_commands_for_several_gpus_are_ones_that_there_are():
 
 def test_numbers_that_do_not_fit_are_refused(capsys):
     for bench, argv, message in (
-        (collectives, ["--gpus", "1"], "--gpus 1: a sum is over two GPUs or more"),
+        (
+            collectives,
+            ["--gpus", "1"],
+            "--gpus must be at least 2, because a sum needs two GPUs; got 1",
+        ),
         (collectives, ["--kib", "1"], "--kib must be at least 4"),
-        (context_parallel, ["--gpus", "3"], "--heads 32 do not divide over --gpus 3"),
+        (context_parallel, ["--gpus", "3"], "--heads 32 must be a multiple of --gpus 3"),
         (context_parallel, ["--tokens", "0"], "must be positive"),
     ):
         with pytest.raises(SystemExit):

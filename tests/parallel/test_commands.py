@@ -68,7 +68,7 @@ def test_a_layout_that_fits_is_planned_where_others_do_not(capsys):
     [
         (["--tensor", "3"], "tensor=3 does not divide the 16 attention heads"),
         (["--tensor", "4", "--context", "3"], "context=3 does not divide tensor=4"),
-        (["--data", "3"], "--batch 32 is no multiple of --data 3"),
+        (["--data", "3"], "--batch 32 must be a multiple of --data 3"),
     ],
 )
 def test_an_impossible_layout_is_one_line_and_exit_code_2(flags, message, capsys):
@@ -80,5 +80,5 @@ def test_serve_refuses_more_devices_than_there_are_before_anything_is_loaded():
     options = parser().parse_args(["--tensor", "1024"])
     parallel = read_layout(options)
     assert parallel == Parallel(tensor=1024)
-    with pytest.raises(InputError, match="takes 1024 devices, and JAX sees"):
+    with pytest.raises(InputError, match="needs 1024 devices, but JAX found"):
         shard_over_devices(decoder(("mla", "mlp")), Limits(), parallel)

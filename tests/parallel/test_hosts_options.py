@@ -74,11 +74,15 @@ def test_the_first_node_of_a_list(nodes, first):
         (["--cluster", "kubernetes"], {"JOB_COMPLETION_INDEX": "0"}, "--processes and --coord"),
         (["--processes", "2", "--process", "2", "--coordinator", "a:1"], {}, "numbered from 0"),
         (["--processes", "2", "--process", "1", "--coordinator", "a"], {}, "HOST:PORT; got 'a'"),
-        ([*SECOND, "--compile-cache", "kept"], {}, "--compile-cache keeps executables of one"),
+        (
+            [*SECOND, "--compile-cache", "kept"],
+            {},
+            "--compile-cache stores executables of a single",
+        ),
         (
             ["--cluster", "kubernetes", "--utilization", "0.9"],
             WORKER,
-            "all need the same: give --num-pages",
+            "all hosts need the same number; give --num-pages",
         ),
     ],
 )

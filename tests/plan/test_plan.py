@@ -569,8 +569,8 @@ def test_a_cache_that_does_not_hold_one_row_does_not_fit(capsys):
 
 
 BAD_INPUT = {
-    "nothing": ([], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
-    "no name": ([""], "name a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
+    "nothing": ([], "give a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
+    "no name": ([""], "give a model: DeepSeek-R1, DeepSeek-V2-Lite,"),
     "model": (["DeepSeek-R9"], "unknown configuration 'DeepSeek-R9': use one of DeepSeek-R1,"),
     "folder": (["/"], "/config.json is missing"),
     "device": (["DeepSeek-R1", "--device", "v100"], "unknown device 'v100': use one of h200"),
@@ -584,7 +584,7 @@ BAD_INPUT = {
         ["DeepSeek-V2-Lite", "--gpus", "3", "--batch", "128"],
         "DeepSeek-V2-Lite has no layout for 3 GPUs; for 4 GPUs, use --data 4",
     ),
-    "revision": (["DeepSeek-R1", "--revision", "main"], "--revision is for a name on the hub"),
+    "revision": (["DeepSeek-R1", "--revision", "main"], "--revision needs a name on the hub"),
     "heads": (
         ["DeepSeek-V2-Lite", "--gpus", "3", "--attention", "tensor"],
         "16 attention heads cannot be divided over 3 GPUs",
@@ -606,15 +606,15 @@ BAD_INPUT = {
     ),
     "chunk": (
         ["DeepSeek-R1", "--prefill-chunk", "4k", "--max-model-len", "2k"],
-        "--prefill-chunk 4096 is more than --max-model-len 2048",
+        "--prefill-chunk 4096 exceeds --max-model-len 2048",
     ),
     "pages": (
         ["DeepSeek-R1", "--gpus", "8", "--num-pages", "2", "--max-model-len", "2k"],
-        "--num-pages 2 hold 128 tokens of --max-model-len 2048; give 32 pages",
+        "--num-pages 2 has room for only 128 tokens of --max-model-len 2048; give 32 pages",
     ),
     "another number of gpus": (
         ["DeepSeek-V2-Lite", "--tensor", "2", "--data", "2", "--gpus", "8"],
-        "--gpus is for a plan without a layout, and --data 2 --tensor 2 is one, of 4 GPUs",
+        "--gpus applies only to a plan without a layout, but --data 2 --tensor 2 is a layout of 4",
     ),
     "plot": (
         ["DeepSeek-V2-Lite", "--plot", "/no/such/folder/x.png"],

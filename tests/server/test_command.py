@@ -173,7 +173,7 @@ def test_a_port_in_use_is_known_before_anything_is_compiled(taken, capsys):
     "option", [["--prompt", "x"], ["--chat"], ["--json"], ["--max-tokens", "5"]]
 )
 def test_options_of_the_terminal_do_not_go_with_a_port(option, capsys):
-    assert f"{option[0]} is for the terminal" in refused(capsys, "--port", "0", *option)
+    assert f"{option[0]} applies only in the terminal" in refused(capsys, "--port", "0", *option)
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http"])

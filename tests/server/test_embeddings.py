@@ -110,16 +110,16 @@ def test_a_prompt_may_be_as_long_as_the_model(scripted):
 @pytest.mark.parametrize(
     ("body", "param", "match"),
     [
-        ({}, "input", "must be a text"),
-        ({"input": []}, "input", "must be a text"),
-        ({"input": ""}, "input", "has no tokens"),
-        ({"input": [[]]}, "input", "must be a text"),
+        ({}, "input", "must be a string"),
+        ({"input": []}, "input", "must be a string"),
+        ({"input": ""}, "input", "is empty; it needs at least one token"),
+        ({"input": [[]]}, "input", "must be a string"),
         ({"input": [1, 300]}, "input", "outside of 0 to 255"),
-        ({"input": ["x"] * 2049}, "input", "2,049 prompts, and a request may have 2,048"),
+        ({"input": ["x"] * 2049}, "input", "2,049 prompts, but at most 2,048 are allowed"),
         ({"input": "x", "dimensions": 9}, "dimensions", "8"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "float, base64"),
         ({"input": "x", "pooling": "cls"}, "pooling", "mean, last"),
-        ({"input": "x", "model": "other"}, "model", "no model"),
+        ({"input": "x", "model": "other"}, "model", "does not serve the model 'other'"),
     ],
 )
 def test_what_is_wrong_is_named(scripted, body, param, match):
@@ -220,7 +220,7 @@ def test_requests_have_the_model_s_own_embeddings(tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "match"),
     [
-        (MODULES, "{}", "modules.json must hold a JSON list; got dict"),
+        (MODULES, "{}", "modules.json must contain a JSON list; got dict"),
         (MODULES, "[1]", "modules must be a list of objects"),
         (f"{POOLING}/config.json", '{"pooling_mode": 3}', "pooling_mode must be"),
         (

@@ -145,7 +145,7 @@ def test_a_text_that_passes_a_limit_allows_no_token_and_says_why(vocabulary, mon
 
 def test_an_engine_without_grammars_says_so(monkeypatch):
     monkeypatch.setattr(structured_outputs, "ABLE", frozenset())
-    with pytest.raises(ApiError, match="this engine follows none"):
+    with pytest.raises(ApiError, match="this engine does not support grammars"):
         asked_for({"response_format": {"type": "json_object"}})
     assert asked_for({"response_format": {"type": "text"}}) is None
 

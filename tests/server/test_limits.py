@@ -49,7 +49,7 @@ def test_prompt_tokens_that_wait_are_limited():
     admission = AdmissionControl(rows=4, most_waiting=10, most_tokens=100)
     with admission.enter() as first, admission.enter() as second:
         first.grow(1, 80)
-        with pytest.raises(ApiError, match="with 30 more they pass the limit of 100"):
+        with pytest.raises(ApiError, match="and 30 more would exceed the limit of 100"):
             second.grow(1, 30)
         first.begun()
         second.grow(1, 30)

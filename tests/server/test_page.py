@@ -363,7 +363,7 @@ def test_an_error_is_said_and_retried(tab):
     engine = ScriptedEngine()
     with live(served(lambda: engine), keys=("sesame",)) as server:
         visit(tab, server)
-        tab.until("document.getElementById('phase').textContent === 'a key is needed'")
+        tab.until("document.getElementById('phase').textContent === 'API key required'")
         tab.run("document.getElementById('key').value = 'sesame'")
         tab.run("document.querySelector('form.key').requestSubmit()")
         ready(tab)
@@ -371,7 +371,7 @@ def test_an_error_is_said_and_retried(tab):
         set_field(tab, "max_tokens", 12)
         say(tab, "hi")
         said = tab.until("document.querySelector('.error .message-text')?.textContent")
-        assert said == "the engine failed; the answer is cut"
+        assert said == "the engine failed; the answer is incomplete"
         tab.run("document.querySelector('.retry').click()")
         tab.until(
             "document.querySelector('.assistant > .markdown').textContent.startsWith('user: hi')"

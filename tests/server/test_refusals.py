@@ -70,13 +70,17 @@ def test_a_prompt_as_long_as_the_model_has_a_code_of_its_own(scripted):
 @pytest.mark.parametrize(
     "limits, longest, said",
     [
-        (LIMITS, 256, "256 with at least one to generate; make it shorter: the model supports"),
+        (
+            LIMITS,
+            256,
+            "256, including at least one generated token; make it shorter: the model supports",
+        ),
         (LIMITS, 4096, "start the server with a larger --max-model-len, up to the model's 4,096"),
         (
             dataclasses.replace(LIMITS, num_pages=2),
             4096,
-            "129 with at least one to generate; make it shorter, or start the server with a larger "
-            "cache, which holds 128 tokens: --num-pages or --utilization",
+            "129, including at least one generated token; make it shorter, or increase --num-pages "
+            "or --utilization of the server: its cache has room for 128 tokens",
         ),
     ],
     ids=["model", "context", "cache"],

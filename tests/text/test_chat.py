@@ -115,14 +115,16 @@ def test_of_several_templates_tools_choose_tool_use(folder):
     write_folder(folder, None, tokenizer_config={"chat_template": named[:1]})
     assert chosen(folder, tools=True) == "plain"
     write_folder(folder, None, tokenizer_config={"chat_template": named[1:]})
-    with pytest.raises(TextError, match="named tool_use, and none of them is default"):
+    with pytest.raises(TextError, match="named tool_use, but none named default"):
         chosen(folder, tools=False)
 
 
 @pytest.mark.parametrize("value", [7, [], [1], [{"name": "default"}], [{"name": 1, "template": 2}]])
 def test_a_chat_template_of_another_form_is_named(value, folder):
     write_folder(folder, None, tokenizer_config={"chat_template": value})
-    with pytest.raises(TextError, match=r"tokenizer_config.json: chat_template must be a text or"):
+    with pytest.raises(
+        TextError, match=r"tokenizer_config.json: chat_template must be a string or"
+    ):
         load(folder)
 
 
@@ -137,7 +139,7 @@ def test_a_hostile_template_of_a_folder_is_stopped_and_named(folder):
     loop = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
     (folder / "chat_template.jinja").write_text(loop)
     template = ChatTemplate(read_settings(folder), RendererProcess(seconds=0.3))
-    with pytest.raises(TextError, match="chat_template.jinja did not end within 0.3 s"):
+    with pytest.raises(TextError, match="chat_template.jinja did not finish within 0.3 s"):
         template.render(HELLO)
 
 
@@ -225,16 +227,16 @@ def test_parts_of_text_are_joined():
 @pytest.mark.parametrize(
     "messages, words",
     [
-        ([], "a chat needs at least one message"),
-        ([{"content": "a"}], "messages[0] must be an object with a text `role`"),
+        ([], "a chat must have at least one message"),
+        ([{"content": "a"}], "messages[0] must be an object with a string `role`"),
         (["hello"], "messages[0] must be an object"),
-        ([*HELLO, {"role": "user", "content": 3}], "messages[1].content must be a text, a list"),
+        ([*HELLO, {"role": "user", "content": 3}], "messages[1].content must be a string, a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
-            "messages[0].content has a part of the type 'image_url'",
+            "messages[0].content has a part of type 'image_url'",
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], "a part of the type 'text'"),
-        ([{"role": "user", "content": [None]}], "a part of the type 'NoneType'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part of type 'text'"),
+        ([{"role": "user", "content": [None]}], "a part of type 'NoneType'"),
     ],
 )
 def test_messages_of_another_form_are_refused_by_place(messages, words, tiny):
@@ -254,5 +256,7 @@ def test_what_a_template_says_is_cut(source, folder):
 
 def test_a_role_that_the_template_does_not_know_is_its_refusal(folder):
     (folder / "chat_template.jinja").write_text((DATA / "qwen.jinja").read_text())
-    with pytest.raises(TextError, match="chat_template.jinja refuses the messages: no role oracle"):
+    with pytest.raises(
+        TextError, match="chat_template.jinja rejected the messages: no role oracle"
+    ):
         load(folder).chat([{"role": "oracle", "content": "hi"}])

@@ -96,7 +96,7 @@ def test_without_them_the_tokenizers_own_eos_stops(folder):
         assert list(load(folder).stop_tokens) == end
     write_folder(folder, None, tokenizer_config={"eos_token": "<missing>"})
     with pytest.raises(
-        TextError, match="eos_token of tokenizer_config.json has to be a token .* got '<mis"
+        TextError, match="eos_token of tokenizer_config.json must be a token .* got '<mis"
     ):
         load(folder)
 
@@ -117,7 +117,7 @@ def test_bos_stands_first_where_the_files_say_so(folder):
     assert load(folder).encode("") == [bos]
     write_folder(folder, None, tokenizer_config={"add_bos_token": True})
     with pytest.raises(
-        TextError, match="bos_token of tokenizer_config.json has to be a token .*; got None"
+        TextError, match="bos_token of tokenizer_config.json must be a token .*; got None"
     ):
         load(folder)
 
@@ -213,23 +213,27 @@ WRONG = [
     (GENERATION, {"eos_token_id": [1, None]}, "eos_token_id must be an id from 0"),
     (GENERATION, {"eos_token_id": True}, "eos_token_id must be an id from 0"),
     (GENERATION, {"eos_token_id": -1}, "got -1"),
-    (GENERATION, {"temperature": "1"}, "temperature must be a number from 0; got '1'"),
-    (GENERATION, {"temperature": float("nan")}, "temperature must be a number from 0; got nan"),
+    (GENERATION, {"temperature": "1"}, "temperature must be a number of at least 0; got '1'"),
+    (GENERATION, {"temperature": float("nan")}, "must be a number of at least 0; got nan"),
     (GENERATION, {"top_p": 0}, "top_p must be a number above 0 and at most 1; got 0"),
-    (GENERATION, {"top_k": 1.5}, "top_k must be an integer from -1; got 1.5"),
+    (GENERATION, {"top_k": 1.5}, "top_k must be an integer of at least -1; got 1.5"),
     (GENERATION, {"min_p": 2}, "min_p must be a number from 0 to 1; got 2"),
     (GENERATION, {"do_sample": 1}, "do_sample must be true or false; got 1"),
     (GENERATION, {"repetition_penalty": 0}, "repetition_penalty must be a number from 0.01 to 100"),
     (CONFIG, {"eos_token_id": 1.0}, "eos_token_id must be an id from 0"),
     (CONFIG, {"vocab_size": "big"}, "vocab_size must be an integer from 0"),
     (CONFIG, {"text_config": []}, "text_config must be an object; got []"),
-    (TOKENIZER, {"bos_token": 3}, "bos_token must be a text or an object with a text `content`"),
-    (TOKENIZER, {"bos_token": {"content": None}}, "bos_token must be a text or an object"),
+    (
+        TOKENIZER,
+        {"bos_token": 3},
+        "bos_token must be a string or an object with a string `content`",
+    ),
+    (TOKENIZER, {"bos_token": {"content": None}}, "bos_token must be a string or an object"),
     (TOKENIZER, {"add_bos_token": "yes"}, "add_bos_token must be true or false; got 'yes'"),
     (TOKENIZER, {"tokenizer_class": 1}, "tokenizer_class must be a string"),
     (TOKENIZER, {"additional_special_tokens": "x"}, "must be a list of tokens"),
-    (TOKENIZER, {"added_tokens_decoder": {"x": {"content": "a"}}}, "must be an entry of an id"),
-    (TOKENIZER, {"added_tokens_decoder": {"1": {"content": ""}}}, "must be an entry of an id"),
+    (TOKENIZER, {"added_tokens_decoder": {"x": {"content": "a"}}}, "must be a token id, and"),
+    (TOKENIZER, {"added_tokens_decoder": {"1": {"content": ""}}}, "must have a nonempty `content`"),
     (TOKENIZER, {"added_tokens_decoder": {"1": 7}}, "1 must be an object; got 7"),
 ]
 
@@ -246,7 +250,7 @@ DAMAGED = {
     "no JSON": (b"hello", "is not JSON"),
     "empty": (b"", "is empty: copy it again, or remove it"),
     "no text": (b'{"a": "\xff"}', "byte 7 is not UTF-8"),
-    "a list": (b"[]", "must hold a JSON object; got list"),
+    "a list": (b"[]", "must contain a JSON object; got list"),
     "nested": (b'{"a":' * 100_000, "nested too deeply"),
     "a long number": (b'{"a": ' + b"1" * 5000 + b"}", "is not JSON"),
 }
@@ -279,7 +283,7 @@ def test_a_huge_file_or_a_folder_in_its_place_is_named(file, folder):
 def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(file, folder):
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
-    with pytest.raises(TextError, match=f"{file} cannot be read: it is no file"):
+    with pytest.raises(TextError, match=f"{file} cannot be read: it is not a regular file"):
         load(folder)
 
 
@@ -365,12 +369,12 @@ def test_a_decoder_that_lacks_a_field_is_damaged(decoder, folder):
 
 
 def test_what_is_missing_is_said(tmp_path):
-    with pytest.raises(TextError, match="missing is no folder"):
+    with pytest.raises(TextError, match="missing is not a folder"):
         load(tmp_path / "missing")
     with pytest.raises(TextError, match="has neither tokenizer.json nor tiktoken.model"):
         load(tmp_path)
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(TextError, match="has tokenizer.model and no tokenizer.json: write one"):
+    with pytest.raises(TextError, match="has tokenizer.model, but no tokenizer.json: create one"):
         load(tmp_path)
 
 
@@ -378,5 +382,5 @@ def test_a_byte_tokenizer_has_no_chat():
     tokenizer = ByteTokenizer()
     assert (tokenizer.vocab_size, tokenizer.stop_tokens) == (256, (0,))
     assert not tokenizer.has_chat_template
-    with pytest.raises(TextError, match="a model of bytes has no chat template"):
+    with pytest.raises(TextError, match="a byte-level model has no chat template"):
         tokenizer.chat([{"role": "user", "content": "a"}])

@@ -45,8 +45,8 @@ ENDLESS = {
     "while compiling": "{{ 'a'|center(10 ** 8)|wordwrap(1) }}",
 }
 HUGE = {
-    "a product": ("{{ 'a' * n }}", "ended its process, which may have 512 MiB"),
-    "a format": ("{{ '%99999999999d' % n }}", "ended its process, which may have 512 MiB"),
+    "a product": ("{{ 'a' * n }}", "died; its memory limit is 512 MiB"),
+    "a format": ("{{ '%99999999999d' % n }}", "died; its memory limit is 512 MiB"),
     "output": ("{% for i in range(99999) %}{{ 'a' * 99 }}{% endfor %}", "more than 1,048,576 char"),
     "a long range": ("{% for i in range(n) %}{% endfor %}", "raised OverflowError: Range too big"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "raised RecursionError"),
@@ -64,7 +64,7 @@ FORBIDDEN = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_stopped(name, hasty):
     start = time.monotonic()
-    with pytest.raises(TextError, match="chat_template.jinja did not end within 0.7 s"):
+    with pytest.raises(TextError, match="chat_template.jinja did not finish within 0.7 s"):
         render(hasty, ENDLESS[name], n=10)
     assert time.monotonic() - start < 10
     assert render(hasty, ECHO) == "hello"
@@ -86,18 +86,18 @@ def test_a_template_stays_in_its_sandbox(name, renderer):
 
 
 def test_a_damaged_template_is_named_with_its_line(renderer):
-    with pytest.raises(TextError, match="has an error in line 3: Encountered unknown tag 'fo'"):
+    with pytest.raises(TextError, match="has an error on line 3: Encountered unknown tag 'fo'"):
         render(renderer, "a\n\n{% fo %}")
 
 
 def test_a_refusal_of_the_template_is_told_apart(renderer):
-    with pytest.raises(TextError, match="chat_template.jinja refuses the messages: no tools here"):
+    with pytest.raises(TextError, match="chat_template.jinja rejected the messages: no tools here"):
         render(renderer, "{{ raise_exception('no tools here') }}")
 
 
 def test_values_that_are_no_json_are_refused(renderer):
     for value in ({1, 2}, object(), b"a"):
-        with pytest.raises(TextError, match="a chat needs values of JSON: Object of type"):
+        with pytest.raises(TextError, match="a chat must consist of JSON values: Object of type"):
             render(renderer, ECHO, value=value)
     assert render(renderer, ECHO) == "hello"
 
@@ -176,8 +176,8 @@ def test_it_does_so_in_the_middle_of_a_template_without_end(alone):
 
 def test_a_process_that_cannot_start_says_so(monkeypatch):
     monkeypatch.setattr(sys, "executable", os.devnull)
-    with pytest.raises(TextError, match="no process for chat templates can be started"):
+    with pytest.raises(TextError, match="the process for chat templates cannot be started"):
         render(RendererProcess(), ECHO)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TextError, match="ended at its start with code 1"):
+    with pytest.raises(TextError, match="exited at its start with code 1"):
         render(RendererProcess(), ECHO)

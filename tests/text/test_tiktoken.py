@@ -150,17 +150,17 @@ WHOLE = tiktoken_lines(GROWN)
 LINES = WHOLE.splitlines(keepends=True)
 LONG = b"a" * (MOST_TOKEN_BYTES + 1)
 DAMAGED = {
-    "no base64": (b"!!!! 5\n" + WHOLE, "line 1 is not a token in base64 and a rank: b'!!!! 5'"),
-    "no rank": (WHOLE + b"aGk=\n", f"line {len(LINES) + 1} is not a token"),
-    "rank of letters": (WHOLE + b"aGk= x\n", "is not a token in base64 and a rank"),
+    "no base64": (b"!!!! 5\n" + WHOLE, "line 1 is not a base64 token and a rank: b'!!!! 5'"),
+    "no rank": (WHOLE + b"aGk=\n", f"line {len(LINES) + 1} is not a base64 token"),
+    "rank of letters": (WHOLE + b"aGk= x\n", "is not a base64 token and a rank"),
     "cut off": (WHOLE[:-3] + b"\xff", "tiktoken.model is damaged: line 278"),
-    "rank twice": (WHOLE + b"aGk= 7\n", "rank 7 stands in it twice"),
-    "token twice": (WHOLE + LINES[5], f"the token of line {len(LINES) + 1} stands in it twice"),
-    "gap": (WHOLE + b"aGk= 999\n", f"rank {len(LINES)} is missing, and the file has 279"),
+    "rank twice": (WHOLE + b"aGk= 7\n", "rank 7 is listed twice"),
+    "token twice": (WHOLE + LINES[5], f"the token of line {len(LINES) + 1} is listed twice"),
+    "gap": (WHOLE + b"aGk= 999\n", f"rank {len(LINES)} is missing, but the file has 279"),
     "below zero": (WHOLE + b"aGk= -1\n", f"rank {len(LINES)} is missing"),
-    "no byte": (tiktoken_lines(GROWN[1:]), "no token is the byte 0x00 alone"),
-    "empty": (b"", "no token is the byte 0x00 alone"),
-    "empty token": (WHOLE + b" 278\n", "line 279 is not a token"),
+    "no byte": (tiktoken_lines(GROWN[1:]), "no token is the single byte 0x00"),
+    "empty": (b"", "no token is the single byte 0x00"),
+    "empty token": (WHOLE + b" 278\n", "line 279 is not a base64 token"),
     "long": (tiktoken_lines([*GROWN, LONG]), "has 1,025 bytes; supported are 1 to 1,024"),
 }
 
@@ -184,17 +184,26 @@ def test_a_huge_file_is_not_read(folder):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"tokenizer_class": "Other"}, "tokenizer_class 'Other', and tiktoken.model is read for"),
+        ({"tokenizer_class": "Other"}, "tokenizer_class 'Other', but tiktoken.model is supported"),
         ({"tokenizer_class": None}, "tokenizer_class None"),
         ({"added_tokens_decoder": {"3": {"content": "x"}}}, "has the ids 3 to 3; special tokens"),
         ({"added_tokens_decoder": {"999999": {"content": "x"}}}, "ids 999,999 to 999,999"),
         (
             {"added_tokens_decoder": {"280": {"content": "<x>"}, "281": {"content": "<x>"}}},
-            "the id 281, and it is the text of id 280 too",
+            "the id 281, but this text already has the id 280",
         ),
-        ({"added_tokens_decoder": {"280": {"content": "h"}}}, "the id 280, and it is the text of"),
-        ({"added_tokens_decoder": {"280": {"content": "\ud800"}}}, "an entry of an id, with a"),
-        ({"added_tokens_decoder": {"2" * 5000: {"content": "x"}}}, "an entry of an id, with a"),
+        (
+            {"added_tokens_decoder": {"280": {"content": "h"}}},
+            "the id 280, but this text already has",
+        ),
+        (
+            {"added_tokens_decoder": {"280": {"content": "\ud800"}}},
+            "must be a token id, and its object",
+        ),
+        (
+            {"added_tokens_decoder": {"2" * 5000: {"content": "x"}}},
+            "must be a token id, and its object",
+        ),
     ],
 )
 def test_special_tokens_that_make_no_sense_are_named(changes, words, folder):

@@ -55,7 +55,7 @@ def _tables(batch: int, pages: int) -> Any:
 def flashmla(batch: int, heads: int, tokens: int | str, q_len: int) -> Call:
     """FlashMLA's dense decode; its schedule is computed beforehand, like ours."""
     if isinstance(tokens, str):
-        raise ValueError(f"rows of one length only, not {tokens}")
+        raise ValueError(f"it supports only rows of one length, not {tokens}")
     op = operators(FLASHMLA).dense_decode_fwd
     pages = -(-tokens // mla.PAGE)
     layers = rotation(batch * pages * mla.PAGE * mla.DIM * 2, most=32)
@@ -75,7 +75,10 @@ def flashmla_sparse(
     """
     decodes = q_len <= mla_sparse.MOST_DECODED
     if decodes != (cache == mla_sparse.SCALED) or not (decodes or batch == 1):
-        raise ValueError("it decodes block-scaled caches, and prefills one row of a bfloat16 one")
+        raise ValueError(
+            "it decodes only from block-scaled caches, and prefills only one row of a bfloat16 "
+            "cache"
+        )
     ops, width = operators(FLASHMLA), -(-tokens // mla.PAGE) * mla.PAGE
     layers = mla_sparse.layers_of(batch, q_len, tokens, top_k, cache)
     drawn = np.random.default_rng(0)
@@ -208,7 +211,7 @@ def _packed(count: int, tokens: int, heads: int, kv_heads: int, dim: int, values
 def flash_attention_mla_prefill(batch: int, tokens: int, heads: int, prefix: int) -> Call:
     """FlashAttention-3 with 192 dims of keys and 128 of values."""
     if prefix:
-        raise ValueError("it takes the keys and values of a prefix expanded")
+        raise ValueError("it needs the keys and values of a prefix to be expanded")
     dim = mla_prefill.NOPE + mla_prefill.ROPE
     return _packed(batch, tokens, heads, heads, dim, mla_prefill.VALUES)
 

@@ -31,7 +31,7 @@ def fla_decode(
 ) -> Callable[[int], Any]:
     """FLA's recurrence only, without our op's convolution, gates and norm."""
     if state != "float32":
-        raise ValueError(f"its states are float32, not {state}")
+        raise ValueError(f"it supports only float32 states, not {state}")
     t, fla = torch(), importlib.import_module("fla.ops.gated_delta_rule")
     size = batch * value_heads * DIM * DIM * 4
     layers = rotation(size)
@@ -113,7 +113,7 @@ def flashqla_gradient(op: str, rows: int, tokens: int) -> Callable[[int], Any]:
 
 def gradient_operands(op: str, rows: int, tokens: int) -> dict[str, Any]:
     if op != "gdn":
-        raise ValueError(f"it has no {op}")
+        raise ValueError(f"it does not support {op}")
     return delta_rule(rows, tokens, 16, 32)
 
 

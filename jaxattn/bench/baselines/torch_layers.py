@@ -180,7 +180,7 @@ def layer_gradient(
         ValueError: PyTorch has no such layer here.
     """
     if name not in layers:
-        raise ValueError(f"it has no {name}")
+        raise ValueError(f"it does not support {name}")
     t = torch()
     t.manual_seed(0)
     with t.device(DEVICE):

@@ -56,7 +56,7 @@ def flashinfer_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Cal
 def flaggems_mla(batch: int, heads: int, tokens: int | str, q_len: int) -> Callable[[int], Any]:
     """FlagGems' kernel, which is written in Triton and does not split rows."""
     if q_len != 1:
-        raise ValueError(f"it takes one token a row, not {q_len}")
+        raise ValueError(f"it supports only one token per row, not {q_len}")
     t, flag_gems = torch(), importlib.import_module("flag_gems")
     lens, pages, numbers, layers = paged(batch, tokens)
     most = int(pages.max())

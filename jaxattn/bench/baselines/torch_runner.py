@@ -149,7 +149,9 @@ def measure(bench: str, shapes: Sequence[Any]) -> tuple[Times, list[str]]:
                     column = f"{peer.column}{suffix}"
                     times.setdefault(column, {})[json.dumps(line["shape"])] = line[key]
             if "MiB" in line:
-                said.append(f"{name} {line['shape']}: {line['MiB']:.0f} MiB beside its operands")
+                said.append(
+                    f"{name} {line['shape']}: {line['MiB']:.0f} MiB in addition to its operands"
+                )
             used = f"{name}: {peer.package} {line['version']}, by {line['how']}"
             if used not in said:
                 said.append(used)

@@ -137,4 +137,4 @@ def text_options(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(request: OfflineRequest, got: int) -> None:
     if got != request.answer:
-        raise MeasureError(f"a request for {request.answer} tokens got {got}")
+        raise MeasureError(f"a request for {request.answer} tokens generated {got}")

@@ -58,36 +58,38 @@ class EngineChoice:
 
 def add_engines(parser: argparse.ArgumentParser, *, model: str = "MODEL") -> None:
     """Adds the options that `chosen` reads."""
-    parser.add_argument("target", nargs="?", metavar=model, help="what runs; see above")
+    parser.add_argument("target", nargs="?", metavar=model, help="what to run; see above")
     parser.add_argument(
         "--engine",
         choices=(OURS, THEIRS.lower(), "both"),
-        help="which engines run (default: both where vLLM is installed)",
+        help="engines to run (default: both if vLLM is installed)",
     )
     parser.add_argument(
-        "--small", action="store_true", help="a model of one layer on a CPU, to try it out"
+        "--small", action="store_true", help="use a model of one layer on a CPU, to try the bench"
     )
     parser.add_argument(
         "--peer-options",
         type=json.loads,
         default={},
         metavar="JSON",
-        help="further arguments of vLLM, as an object, where the machine needs some",
+        help="further arguments for vLLM as a JSON object, if the machine needs them",
     )
     parser.add_argument(
         "--limit",
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="the most that an engine's run or its server's start takes",
+        help="maximum time of an engine's run or of its server's start",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the whole result to this file"
+    )
 
 
 def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineChoice:
     """Returns the model and the engines; exits with a message if the options do not fit."""
     if bool(args.target) == args.small:
-        parser.error("give a MODEL, or --small, which has a model of its own")
+        parser.error("give a MODEL, or --small, which has its own model")
     if not isinstance(args.peer_options, dict):
         parser.error(f"--peer-options must be a JSON object; got {args.peer_options!r}")
     check_files(parser, args)
@@ -120,6 +122,8 @@ def peer_missing() -> str | None:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(BASELINES):
             raise
-        return "other engines run from a checkout of the repository, and this package is none"
+        return (
+            "other engines need a checkout of the repository, but this package is not part of one"
+        )
     said: str | None = adapter.missing()
     return said

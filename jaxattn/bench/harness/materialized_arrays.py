@@ -34,7 +34,7 @@ class MaterializedArray(NamedTuple):
     op_name: str
 
     def __str__(self) -> str:
-        often = "each time round" if self.loop else "once"
+        often = "in each iteration" if self.loop else "once"
         return f"{self.array}, {self.nbytes / 2**20:.1f} MiB {often} ({self.instruction})"
 
 

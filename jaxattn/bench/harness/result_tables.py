@@ -63,7 +63,7 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         # JSON is first written to a temporary file in the same folder.
         written = path if name == "plot" and path.exists() else path.parent
         if path.is_dir() or not os.access(written, os.W_OK):
-            parser.error(f"--{name} {path}: cannot be written there")
+            parser.error(f"--{name} {path}: cannot be written")
 
 
 def store(result: dict[str, Any], path: Path | None) -> None:

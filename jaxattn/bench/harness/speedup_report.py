@@ -67,7 +67,7 @@ def summary(rows: Sequence[Row]) -> tuple[str, list[str]]:
     """(a sentence that counts wins and losses, a line for each loss) of a whole comparison."""
     known = [(row, times) for row in rows if (times := times_as_fast(row)) is not None]
     if not known:
-        return f"Nothing of {THEIRS} was measured, so nobody wins.", []
+        return f"No measure of {THEIRS} succeeded, so there is no comparison.", []
     lost = [
         f"{row['what']}, {row['unit']}: {verdict(times)}"
         for row, times in known

@@ -62,17 +62,18 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, "host", __doc__)
     parser.add_argument("name", nargs="?", metavar="MODEL", help="a shipped configuration")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[4, 64, 256], help="rows that decode"
+        "--rows", type=int, nargs="+", default=[4, 64, 256], help="numbers of rows that decode"
+    )
+    parser.add_argument("--steps", type=int, default=2000, help="counted steps of each run")
+    parser.add_argument("--repeats", type=int, default=5, help="number of runs of each kind")
+    parser.add_argument(
+        "--steps-per-round",
+        type=int,
+        metavar="N",
+        help="steps per call (default: the engine's choice)",
     )
     parser.add_argument(
-        "--steps", type=int, default=2000, help="steps of each run that are counted"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="runs of either kind")
-    parser.add_argument(
-        "--steps-per-round", type=int, metavar="N", help="steps of a call; the engine chooses"
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a model of one layer, to compare hosts on a CPU"
+        "--small", action="store_true", help="use a model of one layer, to compare hosts on a CPU"
     )
     parser.add_argument(
         "--grammars",
@@ -80,9 +81,11 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         metavar="N",
         default=[],
-        help="rows that follow a grammar, in runs of their own",
+        help="numbers of rows with a grammar, timed in separate runs",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows to this file"
+    )
     args = parser.parse_args(argv)
     for option, value in (("--rows", min(args.rows)), ("--steps", args.steps)):
         if value < 1:
@@ -92,7 +95,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     except ValueError as error:
         parser.error(f"--steps-per-round: {error}")
     if wrong := [n for n in args.grammars if not 0 < n <= min(args.rows)]:
-        parser.error(f"--grammars must be from 1 to the fewest --rows; got {wrong[0]}")
+        parser.error(f"--grammars must be from 1 to the smallest --rows; got {wrong[0]}")
     if args.grammars and importlib.util.find_spec("llguidance") is None:
         parser.error(
             "--grammars needs llguidance, which is not installed: pip install 'jaxattn[server]'"
@@ -100,7 +103,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     if args.repeats < 1:
         parser.error(f"--repeats must be positive; got {args.repeats}")
     if args.small and args.name:
-        parser.error("--small has a model of its own; give no MODEL")
+        parser.error("--small has its own model; leave MODEL out")
     check_files(parser, args)
     if args.name:
         try:
@@ -158,7 +161,9 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
 
     def on_finish(completion: Completion) -> None:
         if completion.finish_reason != FinishReason.LENGTH:
-            raise RuntimeError(f"a row ended: {completion.finish_reason}, {completion.detail}")
+            raise RuntimeError(
+                f"a row ended early: {completion.finish_reason}, {completion.detail}"
+            )
 
     engine.scheduler.drop_rows()  # resets the page pool, so that pages come in the queue's order
     asked = [
@@ -265,8 +270,8 @@ def main(argv: Sequence[str], program: str) -> int:
         needed = longest(rows, args.steps)
         if needed > model.max_position_embeddings:
             print(
-                f"{program} host: {rows} rows of {args.steps} steps take {needed:,} tokens, and "
-                f"the model has {model.max_position_embeddings:,}; use fewer --steps",
+                f"{program} host: {rows} rows of {args.steps} steps need {needed:,} tokens, but "
+                f"the model supports {model.max_position_embeddings:,}; use fewer --steps",
                 file=sys.stderr,
             )
             return 2

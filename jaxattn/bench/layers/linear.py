@@ -215,20 +215,27 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         choices=tuple(MODELS),
         default=list(MODELS),
-        help="models whose products are timed",
+        help="models whose matrix products are timed",
     )
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=list(ROWS), help="tokens of a product"
+        "--rows", type=int, nargs="+", default=list(ROWS), help="tokens per product"
     )
     parser.add_argument(
         "--ways",
         nargs="+",
         choices=WAYS,
         default=list(WAYS),
-        help="ways to compute it (default: all)",
+        help="implementations to time (default: all)",
     )
-    parser.add_argument("--small", action="store_true", help="tiny shapes, to try it on a CPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as they come")
+    parser.add_argument(
+        "--small", action="store_true", help="use tiny shapes, to try the bench on a CPU"
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write each row to this file as soon as it is measured",
+    )
     args = parser.parse_args(argv)
     if min(args.rows) < 1:
         parser.error(f"--rows must be positive; got {min(args.rows)}")

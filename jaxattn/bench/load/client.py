@@ -88,7 +88,7 @@ class ServerClient:
             outcome.error = f"{type(error).__name__}: {error}"
         outcome.ended = time.perf_counter()
         if outcome.error is None and not outcome.chunks:
-            outcome.error = "an answer without a token"
+            outcome.error = "the answer has no token"
         outcome.answer = outcome.answer or len(outcome.chunks)
         return outcome
 

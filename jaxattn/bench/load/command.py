@@ -38,8 +38,10 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, "serve", __doc__)
     add_engines(parser, model="URL|MODEL")
     parser.add_argument("--url", help=f"the same as URL (default: {URL})")
-    parser.add_argument("--model", help="its name; without it the first that the server lists")
-    parser.add_argument("--chat", action="store_true", help="chats instead of completions")
+    parser.add_argument(
+        "--model", help="name of the model (default: the first that the server lists)"
+    )
+    parser.add_argument("--chat", action="store_true", help="send chats instead of completions")
     load = parser.add_argument_group("load")
     load.add_argument(
         "--rates",
@@ -48,7 +50,7 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         type=_above_0(float),
         default=[],
         metavar="PER_SECOND",
-        help="requests per second that come at random, one run for each rate",
+        help="requests per second, which arrive at random; one run for each rate",
     )
     load.add_argument(
         "--concurrency",
@@ -56,34 +58,46 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
         type=_above_0(int),
         default=[],
         metavar="N",
-        help="requests that run at a time, one run for each number",
+        help="concurrent requests; one run for each number",
     )
     load.add_argument(
         "--shares",
         nargs="+",
         type=_above_0(float),
         metavar="SHARE",
-        help="of the first server's top rate, with a MODEL (default: 0.25 0.5 0.75 1)",
+        help="rates as fractions of the first server's highest rate, with a MODEL (default: 0.25 "
+        "0.5 0.75 1)",
     )
     load.add_argument(
         "--requests",
         type=_above_0(int),
         default=200,
         metavar="N",
-        help="requests of each run",
+        help="number of requests of each run",
     )
     load.add_argument(
-        "--warmup", type=int, default=4, metavar="N", help="requests before the first run"
+        "--warmup", type=int, default=4, metavar="N", help="number of requests before the first run"
     )
-    load.add_argument("--seed", type=int, default=0, help="seed of lengths, words and times")
-    lengths = parser.add_argument_group("lengths", "drawn as ShareGPT has them, or fixed")
+    load.add_argument(
+        "--seed", type=int, default=0, help="random seed of lengths, words and arrival times"
+    )
+    lengths = parser.add_argument_group("lengths", "lengths drawn like ShareGPT's, or fixed")
     for option, what in (("--prompt-tokens", "prompt"), ("--answer-tokens", "answer")):
-        help = f"tokens of every {what}; drawn without it"
+        help = f"tokens of every {what} (default: drawn at random)"
         lengths.add_argument(option, type=_above_0(int), metavar="N", help=help)
     lengths.add_argument(
-        "--most-tokens", type=_above_0(int), default=1024, metavar="N", help="longest that is drawn"
+        "--most-tokens",
+        type=_above_0(int),
+        default=1024,
+        metavar="N",
+        help="maximum length that is drawn",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them (matplotlib)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw the latencies into this file (needs matplotlib)",
+    )
     args = parser.parse_args(argv)
     if args.target and "://" in args.target:
         if args.url:
@@ -97,7 +111,8 @@ def parse(argv: list[str], program: str) -> argparse.Namespace:
             parser.error("give --rates, --concurrency, or both")
         if args.engine or args.peer_options or args.shares:
             parser.error(
-                "--engine, --peer-options and --shares go with a MODEL, whose servers are started"
+                "--engine, --peer-options and --shares need a MODEL, whose servers the command "
+                "starts"
             )
         check_files(parser, args)
     if args.plot is not None:
@@ -112,9 +127,9 @@ def _check_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     """Reads the model and its engines; exits with a message if options do not fit them."""
     for name in ("url", "model", "chat", "plot"):
         if getattr(args, name) not in (None, False):
-            parser.error(f"--{name} goes with a URL, and {args.target or '--small'} is a model")
+            parser.error(f"--{name} needs a URL, but {args.target or '--small'} is a model")
     if args.shares and (args.rates or args.concurrency):
-        parser.error("--shares are rates of their own: leave out --rates and --concurrency")
+        parser.error("--shares sets its own rates; leave --rates and --concurrency out")
     if args.small:
         args.prompt_tokens, args.answer_tokens = args.prompt_tokens or 20, args.answer_tokens or 8
     args.choice = chosen(parser, args)

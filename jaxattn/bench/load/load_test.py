@@ -137,5 +137,5 @@ async def _characters(server: ServerClient) -> float:
 
 def _checked(outcome: RequestOutcome) -> RequestOutcome:
     if outcome.error is not None:
-        raise ServerUnreachable(f"a first request failed: {outcome.error}")
+        raise ServerUnreachable(f"the first request failed: {outcome.error}")
     return outcome

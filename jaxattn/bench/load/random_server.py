@@ -35,7 +35,7 @@ class RandomWeights:
 
     def place(self, on_progress: Any, *, model: Any, group: Any) -> Any:
         if group is not None:
-            raise SystemExit("random weights are drawn on one GPU")
+            raise SystemExit("random weights are supported on a single GPU only")
         return jax.block_until_ready(random_params(model))
 
 

@@ -70,7 +70,7 @@ def started(
     ):
         while not _healthy(url):
             if (code := process.poll()) is not None:
-                raise ServerStartError(f"{engine}'s server ended with exit code {code}{_said(log)}")
+                raise ServerStartError(f"{engine}'s server exited with code {code}{_said(log)}")
             if time.perf_counter() - begin > limit:
                 raise ServerStartError(
                     f"{engine}'s server was not ready after --limit {limit:g} s{_said(log)}"
@@ -89,7 +89,9 @@ def _prepare(engine: str, url: str) -> None:
     try:
         vllm_server.prepare_server(url)
     except OSError as error:
-        raise ServerStartError(f"{engine}'s server did not change its weights: {error}") from error
+        raise ServerStartError(
+            f"{engine}'s server could not change its weights: {error}"
+        ) from error
 
 
 def _said(log: IO[str]) -> str:

@@ -43,28 +43,39 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, "model", __doc__)
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 32, 128],
+        help="numbers of rows of the decode steps",
     )
     parser.add_argument("--context", type=int, default=4096, help="tokens of each row")
     parser.add_argument(
-        "--prompt", type=int, default=8192, help="tokens that prefill reads; 0 for no prefill"
+        "--prompt", type=int, default=8192, help="prompt tokens to prefill; 0 means no prefill"
     )
     parser.add_argument(
-        "--chunks", type=int, nargs="+", default=[2048, 8192], help="prompt tokens at a time"
+        "--chunks", type=int, nargs="+", default=[2048, 8192], help="prompt tokens per step"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of weights, caches and tokens"
+    )
     add_implementation(parser)
     add_dense(parser)
     parser.add_argument("--no-peers", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="bars of roof and time (needs matplotlib)"
+        "--json", type=Path, metavar="FILE", help="write the whole result to this file"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw bars of roofline and time into this file (needs matplotlib)",
     )
     args = parser.parse_args(argv)
     if args.no_peers:
         warnings.warn(
-            "bench model times no other engine, so --no-peers does nothing: leave it out; bench "
-            "offline runs vLLM",
+            "bench model times no other engine, so --no-peers has no effect; leave it out, or use "
+            "bench offline, which runs vLLM",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -87,7 +98,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     longest = max(args.context, args.prompt)
     if longest > args.model.max_position_embeddings:
         parser.error(
-            f"{args.name} takes {args.model.max_position_embeddings:,} tokens; got {longest:,}"
+            f"{args.name} supports {args.model.max_position_embeddings:,} tokens; got {longest:,}"
         )
     check_files(parser, args)
     check_implementation(parser, args)
@@ -207,7 +218,7 @@ def report(result: dict[str, Any]) -> None:
     for name, kinds in result["kinds"].items():
         if kinds:
             lines = [{key: v for key, v in kind.items() if key != "kernels"} for kind in kinds]
-            show(f"{name}: where the time of the kernels goes", lines)
+            show(f"{name}: kernel time by category", lines)
     for row in result["rows"]:
         size = f" of {row['B']} x {row.get('chunk', 1)} tokens" if "B" in row else ""
         for line in row.get("writes", ()):

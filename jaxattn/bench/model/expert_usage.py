@@ -110,8 +110,8 @@ def distinct(
     jax.effects_barrier()
     if len(choices.seen) != layers * len(batches):
         raise RuntimeError(
-            f"{len(choices.seen)} calls of experts were seen in {len(batches)} steps of {layers} "
-            "layers with experts; RecordingExperts has to follow MixtureOfExperts"
+            f"{len(choices.seen)} calls of experts were recorded in {len(batches)} steps of "
+            f"{layers} layers with experts; RecordingExperts must match MixtureOfExperts"
         )
     return {count: list(_distinct(choices.seen, count)) for count in rows}, state
 

@@ -51,7 +51,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         metavar="FORMAT",
         help="formats to compare with auto (default: all that the model supports)",
     )
-    parser.add_argument("--context", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--context", type=int, default=512, help="tokens per row")
     parser.add_argument(
         "--rows", type=int, default=8, help="rows that the model processes together"
     )

@@ -151,7 +151,9 @@ def filled(
     draws = list(draws)
     for name, shape, draw in zip(names, shapes, draws, strict=True):
         if shape.dtype.name not in FLOATS and not isinstance(draw, RandomTiles):
-            raise ValueError(f"{name} is {shape.dtype.name}; random ones are {', '.join(FLOATS)}")
+            raise ValueError(
+                f"{name} is {shape.dtype.name}; random weights support only {', '.join(FLOATS)}"
+            )
     key = jax.random.key(seed)
     kinds = {
         (shape.shape, shape.dtype.name, draw.form if isinstance(draw, RandomTiles) else None)

@@ -66,20 +66,31 @@ NO_ROWS = CacheSize(pages=1, slots=1)
 
 def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, "collectives", __doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs that sum")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[2], help="numbers of GPUs that sum an array"
+    )
     parser.add_argument(
         "--kib", type=int, nargs="+", default=list(KIB), help="KiB of each GPU's array"
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--nccl", action="store_true", help="turns XLA's own kernel off")
-    parser.add_argument("--turns", type=int, default=TURNS, help="turns of a loop")
-    parser.add_argument("--filler", type=int, default=FILLER, help="numbers between two sums")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument("--nccl", action="store_true", help="turn XLA's own all-reduce kernel off")
+    parser.add_argument("--turns", type=int, default=TURNS, help="iterations of a loop")
+    parser.add_argument(
+        "--filler",
+        type=int,
+        default=FILLER,
+        help="float32 numbers that the kernel before each sum reads and writes",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the whole result to this file"
+    )
     args = parser.parse_args(argv)
     if min(args.gpus) < 2:
-        parser.error(f"--gpus {min(args.gpus)}: a sum is over two GPUs or more")
+        parser.error(
+            f"--gpus must be at least 2, because a sum needs two GPUs; got {min(args.gpus)}"
+        )
     if min(args.kib) < 4 or min(args.turns, args.filler) < 1:
-        parser.error("--kib must be at least 4, --turns and --filler positive")
+        parser.error("--kib must be at least 4, and --turns and --filler must be positive")
     return args
 
 
@@ -311,5 +322,5 @@ def main(argv: Sequence[str], program: str) -> int:
         print(f"collectives {result['rows'][-1]}", file=sys.stderr, flush=True)
         store(result, args.json)
     run_metadata.end(result, args.json)
-    show("Sums over GPUs, each behind a kernel", result["rows"])
+    show("Sums over GPUs, each after another kernel", result["rows"])
     return 0

@@ -82,24 +82,44 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="of the row")
-    parser.add_argument("--heads", type=int, nargs="+", default=list(HEADS), help="in all")
-    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2], help="one run for each")
-    parser.add_argument("--layers", type=int, default=LAYERS, help="caches, read in turn")
-    parser.add_argument("--nccl", action="store_true", help="XLA's collectives too")
-    parser.add_argument("--apart", action="store_true", help="merged and sent apart too")
-    parser.add_argument("--compile", action="store_true", help="fill the cache of programs: no run")
-    parser.add_argument("--no-check", action="store_true", help="not the output beside XLA's")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens of the row")
     parser.add_argument(
-        "--implementation", choices=("mosaic_gpu", "xla"), help="without it the best that runs"
+        "--heads",
+        type=int,
+        nargs="+",
+        default=list(HEADS),
+        help="total number of heads; one run for each",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--gpus", type=int, nargs="+", default=[1, 2], help="numbers of GPUs; one run for each"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=LAYERS, help="number of caches, which the bench reads in turn"
+    )
+    parser.add_argument("--nccl", action="store_true", help="also time XLA's collectives")
+    parser.add_argument(
+        "--apart", action="store_true", help="also time merging and sending in separate launches"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="only fill the cache of compiled programs"
+    )
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not compare the output with XLA's"
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=("mosaic_gpu", "xla"),
+        help="implementation to time (default: the best that the device supports)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the whole result to this file"
+    )
     args = parser.parse_args(argv)
     if min(args.tokens, args.layers, *args.gpus, *args.heads) < 1:
         parser.error("--tokens, --layers, --gpus and --heads must be positive")
     for gpus in args.gpus:
         if odd := [heads for heads in args.heads if heads % gpus]:
-            parser.error(f"--heads {odd[0]} do not divide over --gpus {gpus}")
+            parser.error(f"--heads {odd[0]} must be a multiple of --gpus {gpus}")
     return args
 
 

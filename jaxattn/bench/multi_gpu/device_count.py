@@ -9,5 +9,5 @@ def short_of_devices(program: str, asked: str, gpus: int) -> bool:
     """Returns whether JAX sees fewer devices than `asked` needs, and reports that on stderr."""
     seen = len(jax.devices())
     if seen < gpus:
-        print(f"{program}: {asked} takes {gpus} devices, and JAX sees {seen}", file=sys.stderr)
+        print(f"{program}: {asked} needs {gpus} devices, but JAX found {seen}", file=sys.stderr)
     return seen < gpus

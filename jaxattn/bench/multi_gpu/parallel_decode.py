@@ -63,7 +63,11 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_parser(program, "parallel", __doc__)
     parser.add_argument("name", help="a shipped configuration, or a folder with a config.json")
     parser.add_argument(
-        "--rows", type=int, nargs="+", default=[1, 32, 128], help="rows of decode steps"
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[1, 32, 128],
+        help="numbers of rows of the decode steps",
     )
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each row")
     for name, text in LAYOUT.items():
@@ -73,7 +77,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="LAYOUT",
-        help="more layouts, as tensor=2,context=2; one takes those rows that its groups share",
+        help="further layouts, such as tensor=2,context=2; each layout runs those of --rows that "
+        "are multiples of its groups",
     )
     parser.add_argument(
         "--xla-options",
@@ -81,7 +86,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="time steps of several GPUs with these options of XLA too",
+        help="also time steps of several GPUs with these XLA options",
     )
     parser.add_argument(
         "--one-launch",
@@ -89,10 +94,14 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         help="also time steps with one launch per sum, residual and norm, up to the most rows that "
         "one launch takes",
     )
-    parser.add_argument("--not-alone", action="store_true", help="leaves out the step on one GPU")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, caches and tokens")
+    parser.add_argument("--not-alone", action="store_true", help="do not time the step on one GPU")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="random seed of weights, caches and tokens"
+    )
     add_implementation(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it here")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the whole result to this file"
+    )
     args = parser.parse_args(argv)
     try:
         first = Parallel(**{name: getattr(args, name) for name in LAYOUT})
@@ -106,7 +115,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     if min(args.rows) < 1 or args.tokens < 1:
         parser.error("--rows and --tokens must be positive")
     if odd := [rows for rows in args.rows if rows % first.data]:
-        parser.error(f"--rows {odd[0]} is no multiple of --data {first.data}")
+        parser.error(f"--rows {odd[0]} must be a multiple of --data {first.data}")
     return args
 
 
@@ -121,7 +130,7 @@ def read_layout(text: str) -> Parallel:
         name, _, number = part.partition("=")
         if name not in LAYOUT or not number.isdigit():
             raise ValueError(
-                f"{text!r} is no layout: write {', '.join(LAYOUT)} with numbers, as in "
+                f"{text!r} is not a layout: write {', '.join(LAYOUT)} with numbers, such as "
                 "tensor=2,context=2"
             )
         found[name] = int(number)
@@ -136,7 +145,7 @@ def read_options(texts: Sequence[str]) -> Options:
     """
     pairs = [text.partition("=") for text in texts]
     if odd := [key for key, equals, _ in pairs if not key or not equals]:
-        raise ValueError(f"--xla-options {odd[0]!r} is no option: write KEY=VALUE")
+        raise ValueError(f"--xla-options {odd[0]!r} is not an option: write KEY=VALUE")
     booleans: dict[str, bool] = {"True": True, "False": False}
     return tuple((key, booleans.get(value, value)) for key, _, value in pairs)
 
@@ -161,7 +170,7 @@ def main(argv: Sequence[str], program: str) -> int:
             layout.compile_all(pool)
         for layout in layouts:
             layout.wait()
-    _say(f"{len(layouts)} layouts are compiled")
+    _say(f"compiled {len(layouts)} layouts")
     while layouts:
         _measure(args, layouts.pop(0), result)
         gc.collect()  # frees memory for the next layout
@@ -205,8 +214,9 @@ def _layout(args: argparse.Namespace, parallel: Parallel, fused: bool) -> Sharde
         if room is None or weights + caches + SPARE_BYTES <= room:
             return layout
         _say(
-            f"{_name(parallel)} has no room for {rows[-1]} rows: weights {weights / 1e9:.1f} GB, "
-            f"caches and states {caches / 1e9:.1f} GB of {room / 1e9:.1f} GB"
+            f"{_name(parallel)} has no memory for {rows[-1]} rows: weights need "
+            f"{weights / 1e9:.1f} GB, and caches and states {caches / 1e9:.1f} GB, of "
+            f"{room / 1e9:.1f} GB"
         )
         most, rows = rows[-1], rows[:-1]
         if parallel == ALONE:  # also the rows of one data group
@@ -219,8 +229,8 @@ def _measure(args: argparse.Namespace, layout: ShardedModel, result: dict[str, A
     layout.fill()
     weights, caches = layout.nbytes
     _say(
-        f"{_name(layout.parallel)}: weights {weights / 1e9:.1f} GB and caches and states "
-        f"{caches / 1e9:.1f} GB on each GPU"
+        f"{_name(layout.parallel)}: weights of {weights / 1e9:.1f} GB, and caches and states of "
+        f"{caches / 1e9:.1f} GB, on each GPU"
     )
     for count, options in itertools.product(layout.counts, layout.options):
         try:

@@ -48,18 +48,18 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
     add_engines(parser)
     real = OfflineWorkload()
     for option, what in (
-        ("--requests", "requests that come at once"),
+        ("--requests", "number of requests that arrive at once"),
         ("--prompt", "tokens of each prompt"),
         ("--output", "tokens of each answer"),
         ("--context", "tokens of each row in the decode steps"),
-        ("--repeats", "runs, of which the median counts"),
-        ("--seed", "seed of lengths and token ids"),
+        ("--repeats", "number of runs, of which the bench reports the median"),
+        ("--seed", "random seed of lengths and token ids"),
     ):
         help = f"{what} (default: {getattr(real, option[2:])})"
         parser.add_argument(option, type=int, metavar="N", help=help)
     for option, what in (
-        ("--prompts", "lengths of the prompts that come alone"),
-        ("--rows", "rows of the decode steps"),
+        ("--prompts", "lengths of the prompts that are timed one at a time"),
+        ("--rows", "numbers of rows of the decode steps"),
     ):
         help = f"{what} (default: {' '.join(map(str, getattr(real, option[2:])))})"
         parser.add_argument(option, type=int, nargs="+", metavar="N", help=help)
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         dest="mixes",
         choices=(FIXED, SHAREGPT),
-        help="lengths of the requests: fixed, drawn like ShareGPT's, or both in turn "
+        help="lengths of the requests: fixed, drawn like ShareGPT's, or one after the other "
         "(default: fixed)",
     )
     parser.add_argument(
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
         nargs="+",
         choices=tuple(MEASURES),
         default=list(MEASURES),
-        help="what is measured",
+        help="measures to run",
     )
     args = parser.parse_args(argv)
     base = TINY if args.small else real
@@ -157,5 +157,5 @@ def run_process(job: Path, lines: Path, environment: Mapping[str, str], limit: f
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            return f"its process was not done after --limit {limit:g} s"
-    return f"its process ended with exit code {code}" if code else None
+            return f"its process did not finish within --limit {limit:g} s"
+    return f"its process exited with code {code}" if code else None

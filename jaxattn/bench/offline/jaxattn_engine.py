@@ -84,5 +84,5 @@ def _check(completion: Completion) -> None:
     if completion.finish_reason != FinishReason.LENGTH or got != wanted:
         said = f": {completion.detail}" if completion.detail else ""
         raise MeasureError(
-            f"a request for {wanted} tokens got {got} ({completion.finish_reason}{said})"
+            f"a request for {wanted} tokens generated {got} ({completion.finish_reason}{said})"
         )

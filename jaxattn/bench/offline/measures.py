@@ -173,9 +173,9 @@ def window(steps: Sequence[tuple[float, list[int]]], rows: int, answer: int) -> 
     count = points[-1][1] - points[0][1] if points else 0.0
     if len(points) < 4 or count < LEAST_STEPS:
         raise MeasureError(
-            f"{rows} rows decoded together for {count:.0f} steps, and {LEAST_STEPS} are timed: "
-            f"{len(given)} rows had begun when the first had its {answer} tokens; the engine's "
-            "batch or its cache holds fewer rows"
+            f"{rows} rows decoded together for only {count:.0f} steps, but {LEAST_STEPS} are "
+            f"timed: {len(given)} rows had begun when the first finished its {answer} tokens. The "
+            "engine's batch or cache has room for fewer rows"
         )
     cuts = [round(third * (len(points) - 1) / 3) for third in range(4)]
     thirds = itertools.pairwise(points[cut] for cut in cuts)
@@ -186,5 +186,5 @@ def window(steps: Sequence[tuple[float, list[int]]], rows: int, answer: int) -> 
 def _check_length(engine: OfflineEngine, tokens: int) -> None:
     if tokens > engine.longest:
         raise MeasureError(
-            f"{tokens:,} tokens are longer than the {engine.longest:,} of {engine.name}'s context"
+            f"{tokens:,} tokens exceed the context of {engine.name}, {engine.longest:,}"
         )

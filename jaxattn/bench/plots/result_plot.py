@@ -94,7 +94,7 @@ def save(result: dict[str, Any], path: Path) -> None:
     rows = [row for row in result.get("rows", []) if "TFLOP/s" in row and "GB/s" in row]
     if not rows:
         raise BenchPlotError(
-            "the run has no rows with TFLOP/s and GB/s: draw those of mla, mla-prefill or gdn"
+            "the result has no rows with TFLOP/s and GB/s; plot a result of mla, mla-prefill or gdn"
         )
     peers = list(dict.fromkeys(_peers(rows)))
     tables = [[row for row in rows if unit(row) == each] for each in TIMES]
@@ -130,7 +130,9 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
     """Each decode step's roofline, kernels and time, with the fewest rows at the top."""
     rows = [row for row in result.get("rows", []) if "roof ms" in row]
     if not rows:
-        raise BenchPlotError("the run has no decode steps with a roof: draw those of a whole run")
+        raise BenchPlotError(
+            "the result has no decode steps with a roofline; plot a complete result"
+        )
     figure = figure_type(figsize=(9, 1.4 + 0.7 * len(rows)), layout="constrained")
     figure.set_facecolor("white")
     axes = figure.subplots()
@@ -163,13 +165,13 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
 def _parallel(figure_type: Any, result: dict[str, Any]) -> Any:
     rows = [{"model": result.get("model", ""), **row} for row in result.get("rows", [])]
     if not rows:
-        raise BenchPlotError("the run has no decode steps: draw those of a whole run")
+        raise BenchPlotError("the result has no decode steps; plot a complete result")
     title = f"{result.get('device', '')}, {result.get('date', '')[:10]}"
     figure = parallel_plot.draw(figure_type, rows, title)
     if figure is None:
         raise BenchPlotError(
-            "the run has no steps of several GPUs with one GPU's beside them, and none with a "
-            "roof: draw a run of `bench parallel` on GPUs"
+            "the result has neither steps of several GPUs next to one GPU's nor a roofline; plot "
+            "a result of `bench parallel` on GPUs"
         )
     return figure
 

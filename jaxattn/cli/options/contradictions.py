@@ -18,14 +18,14 @@ def check_sizes(options: argparse.Namespace) -> None:
     length, batch, pages = options.max_model_len, options.batch, options.num_pages
     for part, whole, why in (
         ("prefill_chunk", "max_model_len", "no prompt is as long as a chunk"),
-        ("prefill_rows", "batch", "prompts are read into rows"),
-        ("mixed_tokens", "prefill_tokens", "no step reads as many tokens of prompts"),
+        ("prefill_rows", "batch", "each prompt needs a row"),
+        ("mixed_tokens", "prefill_tokens", "no step processes that many prompt tokens"),
     ):
         one, other = getattr(options, part, None), getattr(options, whole, None)
         if one and other and one > other:
             raise InputError(
-                f"{_named(part, one)} is more than {_named(whole, other)}, and {why}; make it "
-                "smaller, or leave one of them out"
+                f"{_named(part, one)} exceeds {_named(whole, other)}, and {why}; decrease it, or "
+                "leave one of them out"
             )
     _check_mixed(options)
     held = pages and pages * PAGE_SIZE * options.context
@@ -33,13 +33,13 @@ def check_sizes(options: argparse.Namespace) -> None:
         needed = -(-length // (PAGE_SIZE * options.context))
         row = _named("max_model_len", length)
         raise InputError(
-            f"{_named('num_pages', pages)} hold {held:,} tokens of {row}; give {needed} pages or "
-            "more, a smaller length, or leave one of them out"
+            f"{_named('num_pages', pages)} has room for only {held:,} tokens of {row}; give "
+            f"{needed} pages or more, a smaller length, or leave one of them out"
         )
     if batch and batch % options.data:
         raise InputError(
-            f"{_named('batch', batch)} is no multiple of {_named('data', options.data)}, whose "
-            "groups have as many rows each"
+            f"{_named('batch', batch)} must be a multiple of {_named('data', options.data)}, "
+            "because all groups have the same number of rows"
         )
 
 
@@ -50,7 +50,7 @@ def _check_mixed(options: argparse.Namespace) -> None:
     if tokens and tokens < line:
         raise InputError(
             f"{_named('mixed_tokens', tokens)} is less than the {line} tokens of a prompt that a "
-            f"step reads together; give {line} or more, or 0 for steps of their own"
+            f"step processes together; give {line} or more, or 0 for prompt steps of their own"
         )
 
 
@@ -58,17 +58,20 @@ def check_reuse(options: argparse.Namespace) -> None:
     """Raises InputError for --checkpoints without a prefix cache, and for --speculate together with
     --reproducible."""
     if options.checkpoints:
-        states = f"{_named('checkpoints', options.checkpoints)} keeps states of cached prefixes"
+        states = f"{_named('checkpoints', options.checkpoints)} stores states of cached prefixes"
         if options.no_prefix_cache:
-            raise InputError(f"{states}, and --no-prefix-cache has none; leave one of them out")
+            raise InputError(
+                f"{states}, but --no-prefix-cache disables the prefix cache; leave one of them out"
+            )
         if options.data > 1:
             raise InputError(
-                f"{states}, and {_named('data', options.data)} has none; leave --checkpoints out"
+                f"{states}, but {_named('data', options.data)} has no prefix cache; leave "
+                "--checkpoints out"
             )
     if options.speculate and options.reproducible:
         raise InputError(
-            f"{_named('speculate', options.speculate)} has steps of another shape where no row of "
-            "a batch may guess, and --reproducible one shape; leave one of them out"
+            f"{_named('speculate', options.speculate)} needs steps of a second shape for batches "
+            "without drafts, but --reproducible compiles one shape; leave one of them out"
         )
 
 
@@ -81,7 +84,8 @@ def check_server(options: argparse.Namespace) -> None:
     for action in server._actions:
         if getattr(options, action.dest) != action.default:
             raise InputError(
-                f"{action.option_strings[0]} is for a server: give --port too, or leave it out"
+                f"{action.option_strings[0]} applies only to a server; give --port too, or leave "
+                "it out"
             )
 
 

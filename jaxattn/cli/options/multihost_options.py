@@ -16,7 +16,7 @@ def add(root: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--process",
         metavar="I",
-        type=number(int, lambda x: x >= 0, "a number of a process: use 0 or more"),
+        type=number(int, lambda x: x >= 0, "a process index: use 0 or more"),
         help="index of this process; process 0 accepts requests (default: none)",
     )
     group.add_argument(

@@ -131,13 +131,15 @@ class Conversation:
             if first == len(self.history) - 1:
                 self.history.pop()
                 self.messages.print(
-                    f"this turn has {len(tokens):,} tokens, and --max-model-len "
-                    f"{self.requests.length} has room for {self.requests.longest_prompt:,} beside "
-                    "an answer: it is left out"
+                    f"this turn has {len(tokens):,} tokens, but --max-model-len "
+                    f"{self.requests.length} leaves room for {self.requests.longest_prompt:,} "
+                    "besides an answer; the turn was dropped"
                 )
                 return None
             del self.history[first : first + 2]
-            self.messages.print("the oldest turn was dropped: the model length is reached")
+            self.messages.print(
+                "the oldest turn was dropped, because the conversation reached the model length"
+            )
 
     def _end(self, done: Completion) -> None:
         self.completions.append(done)

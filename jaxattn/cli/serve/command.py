@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     stages.ended("imports")
     check_options(options)
     if options.checkpoint is not None:
-        messages.print("--checkpoint is called --model now; both work")
+        messages.print("--checkpoint is now called --model; both work")
     chosen = choose(options)
     place, platform = multihost.read_place(options, os.environ), "cpu"
     if place is None:  # several processes connect before they see devices, and choose no sizes
@@ -146,30 +146,30 @@ def answered(
 def check_options(options: argparse.Namespace) -> None:
     """Raises InputError if options contradict each other, or an option requires another one."""
     if jax.config.jax_disable_jit:
-        raise InputError("JAX_DISABLE_JIT is set, and only compiled steps are served; unset it")
+        raise InputError("JAX_DISABLE_JIT is set, but jaxattn serves only compiled steps; unset it")
     if options.model is not None and options.checkpoint is not None:
-        raise InputError("--checkpoint is another word for --model: give one of them")
+        raise InputError("--checkpoint is an older name of --model; give only one of them")
     contradictions.check_server(options)
     contradictions.check_sizes(options)
     contradictions.check_reuse(options)
     if options.port is not None:
         http_server.check_options(options)
     if options.plot and not options.plan:
-        raise InputError("--plot draws a plan: give --plan too")
+        raise InputError("--plot draws the memory plan; give --plan too")
     if options.system is not None and not options.chat:
-        raise InputError("--system is the first message of a chat: give --chat too")
+        raise InputError("--system is the first message of a chat; give --chat too")
     if "" in (options.stop or ()):
-        raise InputError("--stop is empty, which would end every text")
+        raise InputError("--stop is empty, which would match any text; give a nonempty string")
 
 
 def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
     """Raises InputError if the options ask for a chat that is not possible."""
     if options.chat and not tokenizer.has_chat_template:
         raise InputError(
-            "--chat: this model has no chat template; it continues texts: leave --chat out"
+            "--chat: this model has no chat template and only continues text; leave --chat out"
         )
     if converses(options) and sys.stdin is None:
-        raise InputError("--chat without --prompt reads stdin, which is closed")
+        raise InputError("--chat without --prompt reads stdin, but stdin is closed")
 
 
 def settings(requests: RequestFactory, limits: Limits) -> dict[str, Any]:

@@ -40,7 +40,10 @@ def check_options(options: argparse.Namespace) -> None:
     for name in OF_TERMINAL:
         if getattr(options, name):
             option = "--" + name.replace("_", "-")
-            raise InputError(f"{option} is for the terminal, and --port serves over HTTP instead")
+            raise InputError(
+                f"{option} applies only in the terminal, but --port serves over HTTP; leave one of "
+                "them out"
+            )
 
 
 def serve(
@@ -86,7 +89,7 @@ def serve(
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{bound.getsockname()[1]}"
         messages.print(stages.line())
-        messages.print(f"serving {settings.names[0]} at {address}/v1; a page to chat at {address}/")
+        messages.print(f"serving {settings.names[0]} at {address}/v1; chat page at {address}/")
         gc_pause.freeze_gc_heap()  # so far the heap holds the model, modules and JAX's caches
 
     interrupt.listen(False)  # asyncio handles signals from here on
@@ -157,8 +160,8 @@ def _warn_of_others(settings: "ServerSettings", messages: Console) -> None:
     from jaxattn.server.http import api_keys
 
     messages.print(
-        f"warning: {settings.host} can be reached by others, and no key is asked for; set "
-        f"{api_keys.VARIABLE} or --api-key-file"
+        f"warning: other machines can reach {settings.host}, but the server requires no API key; "
+        f"set {api_keys.VARIABLE} or --api-key-file"
     )
 
 
@@ -167,7 +170,7 @@ def _keep_compiled(messages: Console) -> None:
     try:
         enable_compilation_cache(own_folder())
     except InputError as error:
-        messages.print(f"nothing is kept for the next start: {error}")
+        messages.print(f"compiled executables are not cached for the next start: {error}")
 
 
 def defaults(options: argparse.Namespace, own: SamplingDefaults) -> SamplingDefaults:

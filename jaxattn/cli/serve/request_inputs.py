@@ -49,19 +49,19 @@ def read_prompts(
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
-        raise InputError("--prompt - can be given once: stdin is one prompt")
+        raise InputError("--prompt - can be given only once, because stdin is a single prompt")
     found = []
     for place, prompt in enumerate(prompts, 1):
         if prompt != "-":
             data = prompt.encode("utf-8", "surrogateescape")
         elif stdin is None:
-            raise InputError("--prompt - reads stdin, which is closed")
+            raise InputError("--prompt - reads stdin, but stdin is closed")
         else:
             data = stdin.buffer.read(most)
             if len(data) == most:
                 raise InputError(
-                    f"--prompt - read {most:,} bytes of stdin, and no prompt of this model length "
-                    "has so many: shorten the prompt, or give a larger --max-model-len"
+                    f"--prompt - read {most:,} bytes of stdin, more than any prompt of this model "
+                    "length has; shorten the prompt, or give a larger --max-model-len"
                 )
         if not data:
             where = "stdin" if prompt == "-" else f"--prompt number {place}"
@@ -136,9 +136,9 @@ def check_prompts(prompts: Sequence[Prompt], length: int, longest: int) -> None:
             raise InputError(f"prompt {place} has no tokens")
         if len(prompt.tokens) >= length:
             raise InputError(
-                f"prompt {place} has {len(prompt.tokens)} {unit}s and the model length is "
-                f"{length}, with at least one {unit} to generate; the model goes up to "
-                f"--max-model-len {longest}"
+                f"prompt {place} has {len(prompt.tokens)} {unit}s, but the model length is "
+                f"{length}, including at least one generated {unit}; --max-model-len can be at "
+                f"most {longest}"
             )
 
 
@@ -152,8 +152,7 @@ def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu
     longest, wanted = model.max_position_embeddings, options.max_model_len
     if wanted is not None and wanted > longest:
         raise InputError(
-            f"--max-model-len {wanted} is longer than the model's max_position_embeddings, "
-            f"{longest}"
+            f"--max-model-len {wanted} exceeds the model's max_position_embeddings, {longest}"
         )
     long = options.chat or options.port is not None
     small = CHAT_MODEL_LEN if long else MAX_MODEL_LEN
@@ -201,9 +200,9 @@ def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu")
         raise InputError(in_options(error)) from error
     if limits.pages > MOST:
         raise InputError(
-            f"--batch {limits.batch} times --max-model-len {limits.max_model_len} is "
-            f"{limits.pages:,} pages, and an int32 numbers {MOST:,}: make one of them smaller, or "
-            "give --num-pages"
+            f"--batch {limits.batch} times --max-model-len {limits.max_model_len} needs "
+            f"{limits.pages:,} pages, but an int32 can number only {MOST:,}; decrease one of them, "
+            "or give --num-pages"
         )
     return limits
 

@@ -60,11 +60,11 @@ def summary_lines(run: RunReport) -> Iterable[str]:
     )
     yield (
         f"generated  {stats.decoded_tokens_per_second:10,.1f} tok/s   {stats.decoded_tokens:,} "
-        f"tokens in {stats.decode_steps} steps (first tokens come with the prompt)"
+        f"tokens in {stats.decode_steps} steps (prefill generates the first tokens)"
     )
     late = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
     yield f"after the warm-up: {late or 'nothing traced, compiled or allocated'}"
-    yield _bytes_line("planned", engine.plan.inside, "planned inside of JAX's allocator")
+    yield _bytes_line("planned", engine.plan.inside, "planned within JAX's allocator")
     for name, why in MEASURES.items():
         if name in measured:
             yield _bytes_line("measured", measured[name], why)

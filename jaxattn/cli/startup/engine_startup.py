@@ -56,11 +56,11 @@ def choose_device(device: str, implementation: str | None, utilization: float | 
     try:
         platform = jax.devices()[0].platform
     except RuntimeError as error:
-        raise InputError(f"JAX finds no device: {one_line(error)}") from error
+        raise InputError(f"JAX found no device: {one_line(error)}") from error
     if device == "gpu" and platform != "gpu":
         raise InputError(
-            f"--device gpu: JAX sees no GPU, its device is {platform!r}; install jaxattn[cuda13] "
-            "or jaxattn[cuda12] on a machine with one"
+            f"--device gpu: JAX found no GPU, only the platform {platform!r}; install "
+            "jaxattn[cuda13] or jaxattn[cuda12] on a machine with a GPU"
         )
     if implementation == "mosaic_gpu":
         try:
@@ -92,7 +92,7 @@ def shard_over_devices(
     devices = tuple(jax.devices())
     if len(devices) < parallel.gpus:
         raise InputError(
-            f"{parallel.flags} takes {parallel.gpus} devices, and JAX sees {len(devices)}"
+            f"{parallel.flags} needs {parallel.gpus} devices, but JAX found {len(devices)}"
         )
     try:
         served = model.with_cache_format(limits.cache_format, limits.native_layers)

@@ -67,9 +67,8 @@ class ModelSource:
                 if not isinstance(self.folder, NativeFolder):
                     raise
                 raise InputError(
-                    f"{self.folder.path} is no model of bytes: its vocab_size is "
-                    f"{self.folder.model.vocab_size}, not {BYTES}; for other tokens it needs a "
-                    f"tokenizer: {error}"
+                    f"{self.folder.path} is not a byte-level model: its vocab_size is "
+                    f"{self.folder.model.vocab_size}, not {BYTES}; it needs a tokenizer: {error}"
                 ) from error
 
     def embedding_defaults(self) -> PoolingConfig:
@@ -116,7 +115,7 @@ def choose(options: argparse.Namespace) -> ModelSource:
     """
     given = options.checkpoint if options.model is None else options.model
     if given == "":
-        raise InputError("--model is empty; give a folder, or a name on the hub as in org/name")
+        raise InputError("--model is empty; give a folder, or a name on the hub such as org/name")
     with refusals():
         path, name = located(given or str(native_format.EMBEDDED), options.revision)
         draft_head = options.speculate_by == "mtp"
@@ -139,7 +138,7 @@ def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
     path = Path(given).expanduser()
     name = given if not path.exists() and is_name(given) else None
     if revision and not name:
-        raise InputError(f"--revision is for a name on the hub, and {path} is none")
+        raise InputError(f"--revision needs a name on the hub, but {path} is not one")
     if name:
         # These imports take half a second, and only hub models need them.
         from huggingface_hub.utils import logging
@@ -150,8 +149,8 @@ def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
         return hub_download.fetch_config(name, revision=revision), name
     if not path.is_dir() and not is_gguf(path):
         raise InputError(
-            f"cannot read {path / 'config.json'}: there is no such folder or GGUF file, and a "
-            "model of the hub is named as in org/name"
+            f"cannot read {path / 'config.json'}: there is no such folder or GGUF file; a model on "
+            "the hub has a name such as org/name"
         )
     return path, None
 
@@ -185,7 +184,9 @@ def read(
         if not options:
             raise InputError(f"--speculate-by mtp: {path} has no draft head") from error
         option = options[0]
-        raise InputError(f"{option}: the config.json of {path} says its dtype") from error
+        raise InputError(
+            f"{option} is not supported for {path}: its config.json sets the dtype"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -69,13 +69,13 @@ def read_place(
     if missing := [f"--{name}" for name, value in found.items() if value is None]:
         raise InputError(
             f"{' and '.join(missing)} is missing: several processes need --processes, --process "
-            "and --coordinator, or --cluster where the launcher says them"
+            "and --coordinator, or --cluster if the launcher sets them"
         )
     place = DistributedConfig(found["process"], found["processes"], found["coordinator"])
     if not 0 <= place.rank < place.processes:
         raise InputError(
-            f"--process {place.rank} is none of --processes {place.processes}: they are numbered "
-            "from 0"
+            f"--process {place.rank} must be less than --processes {place.processes}; processes "
+            "are numbered from 0"
         )
     try:
         host_and_port(place.coordinator)
@@ -83,13 +83,13 @@ def read_place(
         raise InputError(f"--coordinator: {error}") from error
     if options.utilization is not None and place.processes > 1:
         raise InputError(
-            "--utilization finds a number of pages for each host by itself, and all need the "
-            "same: give --num-pages"
+            "--utilization chooses the number of pages separately on each host, but all hosts "
+            "need the same number; give --num-pages"
         )
     if options.compile_cache not in (None, NONE) and place.processes > 1:
         raise InputError(
-            "--compile-cache keeps executables of one process; several compile together at every "
-            "start: leave it out"
+            "--compile-cache stores executables of a single process, but several processes "
+            "compile together at every start; leave it out"
         )
     return place if place.processes > 1 else None
 

@@ -41,7 +41,7 @@ class FieldReader(abc.ABC):
         return f"{self.where}: {field}" if self.where else field
 
     def refused(self, field: str, rule: str, value: Any = _OWN) -> Exception:
-        """Returns the error for a field that violates a rule, such as "must be a text"."""
+        """Returns the error for a field that violates a rule, such as "must be a string"."""
         got = short_repr(self.values.get(field) if value is _OWN else value)
         return self.error(field, f"{self.name(field)} {rule}; got {got}")
 

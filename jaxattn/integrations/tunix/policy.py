@@ -35,7 +35,7 @@ class Policy(nnx.Module):
         for name, each in named_params(model.param_shapes()).items():
             if not jnp.issubdtype(each.dtype, jnp.floating) or each.dtype.itemsize < 2:
                 raise ValueError(
-                    f"Policy: parameter {name!r} is {each.dtype}, in which nothing trains; load "
+                    f"Policy: parameter {name!r} is {each.dtype}, which cannot be trained; load "
                     "the model with dense='bfloat16' and experts='bfloat16'"
                 )
         self.model, self.saved = model, saved
@@ -100,8 +100,8 @@ class Policy(nnx.Module):
         """
         if cache is not None:
             raise ValueError(
-                "Policy keeps no cache: it reads whole sequences. Generate with EngineRollout, as "
-                "ClusterConfig(rollout_engine=EngineRollout)"
+                "Policy has no cache, because it processes whole sequences; generate with "
+                "EngineRollout: ClusterConfig(rollout_engine=EngineRollout)"
             )
         if segment_ids is None and attention_mask is not None:
             segment_ids = jnp.diagonal(attention_mask, axis1=-2, axis2=-1).astype(jnp.int32)

@@ -63,12 +63,13 @@ class EngineRollout(BaseRollout):
         if not isinstance(rollout_actor, Policy):
             raise TypeError(
                 "EngineRollout: the actor must be a jaxattn.integrations.tunix.Policy, got "
-                f"{type(rollout_actor).__name__}; make one by Policy.of(*jaxattn.models.load(...))"
+                f"{type(rollout_actor).__name__}; create one with "
+                "Policy.of(*jaxattn.models.load(...))"
             )
         if mesh.devices.size != 1:
             raise ValueError(
-                f"EngineRollout: the mesh of Role.ROLLOUT has {mesh.devices.size} devices, and one "
-                "is supported; give that role jax.make_mesh((1,), ...)"
+                f"EngineRollout: the mesh of Role.ROLLOUT has {mesh.devices.size} devices, but "
+                "only one is supported; give that role jax.make_mesh((1,), ...)"
             )
         self.tokenizer = (
             tokenizer if isinstance(tokenizer, TokenizerAdapter) else TokenizerAdapter(tokenizer)
@@ -108,14 +109,14 @@ class EngineRollout(BaseRollout):
             RuntimeError: If the engine did not complete a row. The message gives the reason.
         """
         if kwargs:
-            raise TypeError(f"EngineRollout.generate reads text alone; got {', '.join(kwargs)}")
+            raise TypeError(f"EngineRollout.generate accepts only text; got {', '.join(kwargs)}")
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         for place, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(
                     f"EngineRollout.generate: prompt {place} must be a string, got "
-                    f"{type(text).__name__}; Tunix makes arrays of a list of strings, so give the "
-                    "batch's prompts as a NumPy array"
+                    f"{type(text).__name__}; Tunix converts a list of strings to arrays, so give "
+                    "the batch's prompts as a NumPy array"
                 )
         tokens = [self._tokens(text) for text in texts]
         self._check_lengths(tokens, rollout_config)
@@ -164,8 +165,8 @@ class EngineRollout(BaseRollout):
         if "decoder" not in params:
             kinds = ", ".join(each.__name__ for each in filter_types or ())
             raise ValueError(
-                f"EngineRollout.update_params: it takes the parameters of a Policy; got {kinds} "
-                f"under {', '.join(map(str, params)) or 'no name'}. LoRA is not supported"
+                f"EngineRollout.update_params needs the parameters of a Policy; got {kinds} under "
+                f"{', '.join(map(str, params)) or 'no name'}. LoRA is not supported"
             )
         # Tunix forbids host-device transfers here if JAX runs on a CPU.
         with jax.transfer_guard("allow"):
@@ -205,9 +206,9 @@ class EngineRollout(BaseRollout):
         for place, each in enumerate(tokens):
             if len(each) + config.max_tokens_to_generate > most:
                 raise ValueError(
-                    f"EngineRollout.generate: prompt {place} has {len(each)} tokens, and with "
-                    f"max_tokens_to_generate={config.max_tokens_to_generate} more than the "
-                    f"engine's max_model_len={most}; raise max_prompt_length or give limits"
+                    f"EngineRollout.generate: prompt {place} has {len(each)} tokens, which with "
+                    f"max_tokens_to_generate={config.max_tokens_to_generate} exceeds the engine's "
+                    f"max_model_len={most}; increase max_prompt_length, or give limits"
                 )
 
     def _requests(self, tokens: list[list[int]], config: RolloutConfig) -> list[Request]:

@@ -102,13 +102,13 @@ class Schedule:
         made_for, batch = self.slots.shape[-1], queries[0]
         if made_for != batch:
             raise ValueError(
-                f"{op}: the schedule is of {made_for} rows, q {queries} has {batch}; make it with "
-                "decode_schedule from these seq_lens"
+                f"{op}: schedule is for {made_for} rows, but q {queries} has {batch}; create it "
+                "with decode_schedule from these seq_lens"
             )
         if self.max_pages not in (0, max_pages):
             raise ValueError(
-                f"{op}: the schedule is of rows of up to {self.max_pages} times {PAGE} tokens, "
-                f"block_tables and kv_cache have {max_pages}; make it with decode_schedule from "
+                f"{op}: schedule is for rows of up to {self.max_pages} times {PAGE} tokens, but "
+                f"block_tables and kv_cache have {max_pages}; create it with decode_schedule from "
                 "these max_pages and page_size"
             )
 
@@ -307,7 +307,7 @@ def make_schedule(
     if batch > parts:
         order, firsts = assign_whole_rows(cost, parts)
         if pieces or not may_split(batch, parts):
-            assert pieces <= 1, "of more rows than parts none has a second piece"
+            assert pieces <= 1, "with more rows than parts, no row has a second piece"
             return Schedule.whole(firsts, order, max_pages)
 
     part = jnp.arange(parts + 1, dtype=jnp.int32)

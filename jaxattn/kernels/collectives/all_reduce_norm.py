@@ -64,9 +64,9 @@ def all_reduce_norm_mosaic(
     gpus = inbox.shape[1]
     if not supports_all_reduce(features, gpus) or not tokens:
         raise Refusal(
-            f"{op}: the kernel has a multiple of {peers.NUMBERS * peers.THREADS} features, at most "
-            f"{MOST_FEATURES}, some tokens, and 2 to {peers.MOST_GPUS} GPUs; got x {x.shape} on "
-            f"{gpus} GPUs"
+            f"{op}: the kernel needs a multiple of {peers.NUMBERS * peers.THREADS} features, at "
+            f"most {MOST_FEATURES}, at least one token, and 2 to {peers.MOST_GPUS} GPUs; got x "
+            f"{x.shape} on {gpus} GPUs"
         )
     x, part, weights = without_gradient(op, (x, part, weights))
     layout = peers.layout_of(features)

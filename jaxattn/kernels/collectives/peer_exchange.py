@@ -55,9 +55,9 @@ def peer_exchange_mosaic(
     gpus = inbox.shape[1]
     if not supports_exchange(features, gpus) or not rows * pieces:
         raise Refusal(
-            f"{op}: the kernel has pieces of a multiple of {peers.NUMBERS * peers.THREADS} "
-            f"numbers, at most {MOST_FEATURES}, some of them, and 2 to {peers.MOST_GPUS} GPUs; got "
-            f"part {part.shape} on {gpus} GPUs"
+            f"{op}: the kernel needs at least one piece, a multiple of "
+            f"{peers.NUMBERS * peers.THREADS} numbers per piece, at most {MOST_FEATURES}, and 2 to "
+            f"{peers.MOST_GPUS} GPUs; got part {part.shape} on {gpus} GPUs"
         )
     [part] = without_gradient(op, (part,))
     layout = peers.layout_of(features)

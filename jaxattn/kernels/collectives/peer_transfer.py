@@ -100,10 +100,13 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
         Refusal: The error contains the reason.
     """
     if interpret:
-        raise Refusal(f"{op}: JAX's interpreter knows no memory of peers")
+        raise Refusal(f"{op}: JAX's interpreter does not support peer memory")
     require_hopper(op, interpret=False)
     if (processes := jax.process_count()) > 1:
-        raise Refusal(f"{op}: the kernel's GPUs are of one process; these are of {processes}")
+        raise Refusal(
+            f"{op}: the kernel needs GPUs of a single process; these belong to {processes} "
+            "processes"
+        )
     mesh = jax.sharding.get_abstract_mesh()
     if axes != mesh.axis_names:  # a GPU's number on these axes identifies its memory
         raise Refusal(
@@ -112,8 +115,8 @@ def check(op: str, inbox: jax.Array, axes: tuple[str, ...], interpret: bool) -> 
         )
     if inbox.size * BYTES > MOST_BYTES:
         raise Refusal(
-            f"{op}: the kernel's inbox has less than 2 GiB; inbox {inbox.shape} of the mailbox has "
-            f"{inbox.size * BYTES} bytes; make the mailbox for fewer tokens"
+            f"{op}: the kernel needs an inbox of less than 2 GiB; inbox {inbox.shape} of the "
+            f"mailbox has {inbox.size * BYTES} bytes; create the mailbox for fewer tokens"
         )
 
 

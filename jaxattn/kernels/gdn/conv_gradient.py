@@ -61,7 +61,10 @@ def conv_gradient(
     widths = [part.shape[1] for part in of_parts]
     served = x.dtype in (jnp.bfloat16, jnp.float16) and len(taps) == TAPS
     if not served or any(n % THREADS for n in widths) or not 0 < tokens <= MOST_TOKENS:
-        raise Refusal(f"{OP}: no kernel has the gradient of {x.dtype} {x.shape}, {len(taps)} taps")
+        raise Refusal(
+            f"{OP}: the gradient kernel does not support x {x.dtype} {x.shape} with {len(taps)} "
+            "taps"
+        )
     of_parts = [part.astype(x.dtype) for part in of_parts]
     more = -tokens % TOKENS
     if more:  # padding adds nothing, as its gradient is 0

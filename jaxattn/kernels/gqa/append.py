@@ -40,12 +40,12 @@ def line_width(head_dim: int) -> int:
 def refuse(op: str, heads: int, kv_heads: int, head_dim: int) -> None:
     """Raises `Refusal`, with the reason, if a kernel cannot divide the heads."""
     if head_dim not in (64, 128, 256):
-        raise Refusal(f"{op}: the kernel has D 64, 128 or 256, got {head_dim}")
+        raise Refusal(f"{op}: the kernel needs D = 64, 128 or 256, got D = {head_dim}")
     together = heads_together(head_dim)
     if heads % together or kv_heads % together:
         raise Refusal(
-            f"{op}: the kernel takes heads of {head_dim} dims {together} at a time, and got "
-            f"H = {heads}, Hk = {kv_heads}"
+            f"{op}: the kernel needs H and Hk multiples of {together} for {head_dim} dims, got H = "
+            f"{heads}, Hk = {kv_heads}"
         )
 
 
@@ -215,7 +215,7 @@ def gqa_append_mosaic(
     refuse("gqa_append", q.shape[2], kv_heads, dim)
     if kv_cache.dtype not in (jnp.bfloat16, jnp.float16, FP8):
         raise Refusal(
-            "gqa_append: the kernel writes a bfloat16, float16 or FP8 cache, got "
+            "gqa_append: the kernel needs a bfloat16, float16 or FP8 cache, got "
             f"{kv_cache.dtype.name}"
         )
     q, k, v, weights, kv_cache, angles, kv_scale = without_gradient(

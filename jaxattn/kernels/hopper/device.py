@@ -36,13 +36,13 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     backend = jax.default_backend()
     if backend != "gpu":
         raise Refusal(
-            f"{op}: the Mosaic GPU kernel needs a Hopper GPU, and JAX's default backend is "
+            f"{op}: the Mosaic GPU kernel needs a Hopper GPU, but JAX's default backend is "
             f"{backend!r}"
         )
     device = jax.devices()[0]
     if device.compute_capability != "9.0":
         raise Refusal(
-            f"{op}: the Mosaic GPU kernel needs compute capability 9.0 (Hopper), and "
+            f"{op}: the Mosaic GPU kernel needs compute capability 9.0 (Hopper), but "
             f"{device.device_kind} has {device.compute_capability}"
         )
     from jax._src.lib import cuda_versions
@@ -51,7 +51,7 @@ def require_hopper(op: str, *, interpret: bool) -> None:
     if MISCOMPILING_CUDA[0] <= version < MISCOMPILING_CUDA[1]:
         raise Refusal(
             f"{op}: ptxas of CUDA 12.8.0 to 12.9.1 miscompiles masked kernels, and this is CUDA "
-            f"runtime {version}; jaxattn[cuda13] brings a later one"
+            f"runtime {version}; jaxattn[cuda13] installs a later one"
         )
 
 

@@ -65,15 +65,15 @@ def refusal(
 ) -> str | None:
     """Returns why the kernel does not serve x [T, K] of this dtype and stacks of tiles, or None."""
     if not 0 < x[0] <= MOST_TOKENS:
-        return f"the kernel has 1 to {MOST_TOKENS} tokens, and got x {x}"
+        return f"the kernel supports 1 to {MOST_TOKENS} tokens; got x {x}"
     if not serves(form, dtype):
         return (
-            "the kernel multiplies by bfloat16, or float16 where scales are not bfloat16; got x "
+            "the kernel needs x in bfloat16, or in float16 if the scales are not bfloat16; got x "
             f"{jnp.dtype(dtype).name} and {form}"
         )
     rows = [form.matrix(each.shape)[0] for each in weights]
     if min(rows) < LEAST_ROWS:
-        return f"the kernel has matrices of {LEAST_ROWS} rows at least, and got {rows}"
+        return f"the kernel needs matrices with at least {LEAST_ROWS} rows; got {rows}"
     return None
 
 

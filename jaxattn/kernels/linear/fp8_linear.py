@@ -73,15 +73,15 @@ def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | 
     """Returns why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
     if not 0 < tokens <= MOST_TOKENS:
-        return f"the kernel has 1 to {MOST_TOKENS} tokens, and got x {x}"
+        return f"the kernel supports 1 to {MOST_TOKENS} tokens; got x {x}"
     if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the kernel takes x in bfloat16 or float16; got {jnp.dtype(dtype).name}"
+        return f"the kernel needs x in bfloat16 or float16; got {jnp.dtype(dtype).name}"
     for weight in weights:
         size = weight.shape[-2]
         if inner % BLOCK or size < ROWS or size % HALF:
             return (
-                f"the kernel has K a multiple of {BLOCK}, and N a multiple of {HALF}, at least "
-                f"{ROWS}; got weights {weight.shape}"
+                f"the kernel needs K a multiple of {BLOCK}, and N a multiple of {HALF} and at "
+                f"least {ROWS}; got weights {weight.shape}"
             )
     return None
 

@@ -113,7 +113,7 @@ def refusal(x: tuple[int, ...], dtype: Any, weights: Sequence[Shaped]) -> str | 
     """Returns why the kernel does not serve x [T, K] of this dtype, or None."""
     tokens, inner = x
     if not 0 < tokens <= MOST_TOKENS:
-        return f"the kernels have 1 to {MOST_TOKENS} tokens, and got x {x}"
+        return f"the kernels support 1 to {MOST_TOKENS} tokens; got x {x}"
     return fp8_linear.refusal((1, inner), dtype, weights)
 
 

@@ -122,17 +122,17 @@ def refusal(
     large = max(math.prod(each.shape[1:]) * each.dtype.itemsize for each in weights) > LARGE_BYTES
     most = MOST_LARGE if large else MOST_TOKENS
     if not 0 < tokens <= most:
-        size = " of so large matrices" if large else ""
-        return f"the kernel has 1 to {most} tokens{size}, and got x {x}"
+        size = " for matrices of this size" if large else ""
+        return f"the kernel supports 1 to {most} tokens{size}; got x {x}"
     for weight in weights:
         if inner % STEP or weight.shape[-1] < least or weight.shape[-1] % STEP:
             return (
-                f"the kernel has K and N multiples of {STEP}, and N at least {least}; got weights "
-                f"{weight.shape}"
+                f"the kernel needs K and N multiples of {STEP}, and N at least {least}; got "
+                f"weights {weight.shape}"
             )
         if weight.dtype not in (jnp.bfloat16, jnp.float16) or weight.dtype != dtype:
             return (
-                "the kernel takes x and weights in bfloat16 or both in float16; got "
+                "the kernel needs x and weights both in bfloat16 or both in float16; got "
                 f"{dtype.name} and {weight.dtype.name}"
             )
     return None

@@ -53,8 +53,8 @@ def rms_norm_mosaic(
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:
         raise Refusal(
-            f"{op}: the kernel has a multiple of {HALF} features from {THREADS} to "
-            f"{MOST_FEATURES}, and some tokens; got x {x.shape}"
+            f"{op}: the kernel needs a multiple of {HALF} features from {THREADS} to "
+            f"{MOST_FEATURES}, and at least one token; got x {x.shape}"
         )
     x, added, weights = without_gradient(
         op, (x, added, weights), "x added weights", train_with="nn.RMSNorm"

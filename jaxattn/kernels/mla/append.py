@@ -36,11 +36,11 @@ def norms_queries(query_rank: int) -> bool:
 def _refuse(rank: int, rope: int, cache_dtype: Any) -> None:
     if rope != ROPE or rank % 512:
         raise Refusal(
-            f"mla_append: the kernel has R a multiple of 512 and P = 64, and got R={rank}, P={rope}"
+            f"mla_append: the kernel needs R a multiple of 512 and P = 64, got R={rank}, P={rope}"
         )
     if cache_dtype not in (jnp.bfloat16, jnp.float16):
         raise Refusal(
-            f"mla_append: the kernel writes a bfloat16 or float16 cache, got {cache_dtype.name}"
+            f"mla_append: the kernel needs a bfloat16 or float16 cache, got {cache_dtype.name}"
         )
 
 

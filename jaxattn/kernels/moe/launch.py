@@ -107,12 +107,12 @@ def refuse(
     """Raises `Refusal`, with the reason, if the kernels do not serve the call."""
     require_hopper(OP, interpret=interpret)
     if x.shape[0] == 0:
-        raise Refusal(f"{OP}: the kernels want some tokens, and got x {x.shape}")
+        raise Refusal(f"{OP}: the kernels need at least one token, got x {x.shape}")
     if form is not None:
         if not serves(form, x.dtype):
             raise Refusal(
-                f"{OP}: the kernels multiply 4-bit weights by bfloat16, or float16 where scales "
-                f"are not bfloat16; got x {x.dtype.name} and {form}"
+                f"{OP}: the kernels multiply 4-bit weights by bfloat16, or by float16 if the "
+                f"scales are not bfloat16; got x {x.dtype.name} and {form}"
             )
         return
     features, width = gate_up.shape[-1], gate_up.shape[-2] // 2
@@ -120,14 +120,13 @@ def refuse(
     least = BLOCK if quantized else ROWS
     if features % least or width % least:
         raise Refusal(
-            f"{OP}: the kernels have F and I multiples of {least}, and got F = {features}, I = "
-            f"{width}"
+            f"{OP}: the kernels need F and I multiples of {least}, got F = {features}, I = {width}"
         )
     operands = x.dtype.name if quantized else gate_up.dtype.name
     if operands not in HALVES:
         raise Refusal(
-            f"{OP}: the kernels multiply bfloat16 and float16 numbers, and got x {x.dtype.name}, "
-            f"gate_up {gate_up.dtype.name}"
+            f"{OP}: the kernels need bfloat16 or float16, got x {x.dtype.name}, gate_up "
+            f"{gate_up.dtype.name}"
         )
 
 
@@ -159,7 +158,9 @@ def mixture_of_experts_mosaic(
     """
     refuse(x, gate_up, form, interpret=interpret)
     if gate_up_scale is not None and (gate_up_bias is not None or activation is not None):
-        raise Refusal(f"{OP}: the kernels have no biases or other activations beside FP8 weights")
+        raise Refusal(
+            f"{OP}: the kernels support neither biases nor other activations with FP8 weights"
+        )
     # Without an arena the op has its own gradient rule, and this call is never differentiated.
     x, weights, gate_up, down, gate_up_scale, down_scale, gate_up_bias, down_bias = (
         without_gradient(

@@ -72,19 +72,24 @@ def refusal(x: Any, router: Any, gate_up: Any, experts: int, top_k: int, always:
     None."""
     if x.shape[0] != 1 or not always or not supports_pairs(1, top_k + always):
         return (
-            f"the kernel has one token of at most {PAIRS} experts, some of them shared; got x "
-            f"{x.shape} and {always} shared experts"
+            f"the kernel needs one token with at most {PAIRS} experts, of which at least one is "
+            f"shared; got x {x.shape} and {always} shared experts"
         )
     if experts != EXPERTS or router.shape[-1] != COLUMNS:
         return (
-            f"the kernel has {EXPERTS} experts and no gate; got {experts} and router {router.shape}"
+            f"the kernel needs {EXPERTS} experts and no gate; got {experts} and router "
+            f"{router.shape}"
         )
     if x.shape[1] % DEPTH or gate_up.shape[-2] % (2 * ROWS):
         return (
-            f"the kernel has F a multiple of {DEPTH} and I of {ROWS}; got gate_up {gate_up.shape}"
+            f"the kernel needs F a multiple of {DEPTH} and I a multiple of {ROWS}; got gate_up "
+            f"{gate_up.shape}"
         )
     if {router.dtype.name, gate_up.dtype.name} not in ({"bfloat16"}, {"float16"}):
-        return f"the kernel has one 16-bit dtype; got {router.dtype.name}, {gate_up.dtype.name}"
+        return (
+            "the kernel needs router and gate_up in the same 16-bit dtype; got "
+            f"{router.dtype.name}, {gate_up.dtype.name}"
+        )
     return None
 
 
@@ -128,7 +133,7 @@ def router_shared_experts_mosaic(
         raise Refusal(f"router_shared_experts: {why}")
     if norm is not None and not supports_norm(x.shape[1]):
         raise Refusal(
-            f"router_shared_experts: the kernel norms F of 1024 or 2048; got {x.shape[1]}"
+            f"router_shared_experts: the kernel normalizes only F = 1024 or 2048; got {x.shape[1]}"
         )
     x, router, bias, gate_up = without_gradient(
         "router_shared_experts", (x, router, bias, gate_up), "x router bias gate_up"

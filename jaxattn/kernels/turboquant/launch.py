@@ -39,12 +39,12 @@ def refuse(q: Any, kv_cache: Any, form: TurboFormat) -> None:
     """
     page = kv_cache.shape[-1] // form.slot_bytes
     if q.dtype not in DTYPES:
-        reason = f"q of bfloat16 or float16, and got {q.dtype.name}"
+        reason = f"q in bfloat16 or float16, got {q.dtype.name}"
     elif page not in PAGE_SIZES:
-        reason = f"pages of 16, 32, 64 or 128 tokens, and got {page}"
+        reason = f"pages of 16, 32, 64 or 128 tokens, got {page}"
     else:
         return
-    raise Refusal(f"turbo_attention: the kernel wants {reason}")
+    raise Refusal(f"turbo_attention: the kernel needs {reason}")
 
 
 def turbo_decode_mosaic(call: TurboDecodeCall, *, interpret: bool = False) -> tuple[Any, ...]:

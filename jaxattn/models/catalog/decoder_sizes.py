@@ -151,7 +151,7 @@ class DecoderSizes(ModelSizes):
 def _as_loaded(model: DecoderModel, quantization: Quantization | None) -> str:
     """Describes the form in which the loader keeps the checkpoint's weights."""
     if quantization is None:
-        return "as the loader keeps them"
+        return "as the loader stores them"
     if quantization == "mxfp4" or quantization in INT4:
         name = quantization.partition("-")[0].partition("_")[0].upper()
         kinds = [block.feed_forward for block in model.spec.blocks]

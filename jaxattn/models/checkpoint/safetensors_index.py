@@ -149,11 +149,11 @@ def _header(file: Path) -> tuple[SafetensorsHeader, int]:
             if tensor.dtype not in DTYPES.values():
                 known = ", ".join(DTYPES)
                 raise ValueError(
-                    f"holds {name!r} of {short_repr(tensor.dtype)}; known dtypes are {known}"
+                    f"contains {name!r} of {short_repr(tensor.dtype)}; known dtypes are {known}"
                 )
             if math.prod(tensor.shape) >= MOST_NUMBERS:
                 raise ValueError(
-                    f"holds {name!r} of impossible shape {short_repr(list(tensor.shape))}"
+                    f"contains {name!r} of impossible shape {short_repr(list(tensor.shape))}"
                 )
         check_layout(header)
         return header, size - header.data.size

@@ -78,7 +78,10 @@ def _messages(fields: JsonFields) -> list[dict[str, Any]]:
             raise reader.wrong("role", f"one of {', '.join(ROLES)}")
         _add(found, role, reader)
     if not found.messages:
-        raise fields.wrong("messages", "messages with a text, a call or a result")
+        raise fields.wrong(
+            "messages",
+            "a list with at least one message that has text, a tool call or a tool result",
+        )
     return found.messages
 
 
@@ -141,7 +144,7 @@ def _document(block: JsonFields) -> str:
 def _needed(block: JsonFields, field: str) -> str:
     value = block.text(field, 256)
     if not value:
-        raise block.wrong(field, "a text of 1 to 256 characters")
+        raise block.wrong(field, "a string of 1 to 256 characters")
     return value
 
 
@@ -186,7 +189,7 @@ def _output(fields: JsonFields) -> dict[str, Any]:
     if not format_.values:
         return found
     if format_.chosen("type", ("json_schema",)) is None or not format_.given("schema"):
-        raise format_.wrong("schema", "a JSON schema, with the type json_schema")
+        raise format_.wrong("schema", "a JSON schema in a format of type json_schema")
     schema = format_.object("schema").values
     found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     return found

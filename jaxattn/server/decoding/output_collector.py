@@ -164,10 +164,12 @@ def failure(completion: Completion) -> ApiError:
         case FinishReason.REFUSED:
             return ApiError(400, str(completion.detail), code="request_refused")
         case FinishReason.ABORTED | FinishReason.INTERRUPTED:
-            return ApiError(503, "the server is shutting down; the answer is cut", code="draining")
+            return ApiError(
+                503, "the server is shutting down; the answer is incomplete", code="draining"
+            )
         case FinishReason.NOT_FINITE:
             return ApiError(500, f"{completion.detail}", code="not_finite")
-    return ApiError(500, "the engine failed; the answer is cut", code="engine_error")
+    return ApiError(500, "the engine failed; the answer is incomplete", code="engine_error")
 
 
 class PieceSink(Protocol):

@@ -189,15 +189,15 @@ def _bias(fields: JsonFields, vocab_size: int) -> dict[int, float]:
     if len(given.values) > MOST_BIASES:
         raise bad(
             "logit_bias",
-            f"logit_bias has {len(given.values):,} tokens, and a request may have {MOST_BIASES}",
+            f"logit_bias has {len(given.values):,} tokens; at most {MOST_BIASES} are allowed",
         )
     found = {}
     for key in given.values:
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
             raise bad(
                 "logit_bias",
-                f"logit_bias must have tokens from 0 to {vocab_size - 1:,} as its keys; got "
-                f"{key[:20]!r}",
+                f"logit_bias must map token ids from 0 to {vocab_size - 1:,} to numbers; got the "
+                f"key {key[:20]!r}",
             )
         bias = given.number(key, -100, 100)
         if bias:

@@ -46,15 +46,20 @@ def read_grammar(
         return None
     param = "tool_choice" if called else asking[0]
     if "grammar" not in ABLE:
-        raise bad(param, f"{param} asks for a grammar, and this engine follows none")
+        raise bad(param, f"{param} needs a grammar, but this engine does not support grammars")
     if len(asking) > 1:
-        raise bad(param, f"{asking[0]} and {asking[-1]} cannot both rule an answer")
+        raise bad(
+            param, f"{asking[0]} and {asking[-1]} both constrain the answer; give only one of them"
+        )
     if structured is not None:
         grammar = _of_structured(structured, answer)
     else:
         grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
     if len(grammar) > MOST_CHARACTERS:
-        raise bad(param, f"{param} has a grammar of more than {MOST_CHARACTERS:,} characters")
+        raise bad(
+            param,
+            f"{param} needs a grammar of more than {MOST_CHARACTERS:,} characters; simplify it",
+        )
     return llguidance.grammar_from("lark", grammar), param
 
 
@@ -62,7 +67,7 @@ def _of_format(fields: JsonFields, kind: str, answer: AnswerGrammar) -> str:
     if kind == "regex":
         pattern = fields.text("pattern", MOST_CHARACTERS)
         if not pattern:
-            raise fields.wrong("pattern", "a regular expression")
+            raise fields.wrong("pattern", "a nonempty regular expression")
         return answer.pattern(pattern)
     schema: dict[str, Any] = {"type": "object"}
     if kind == "json_schema":
@@ -86,7 +91,8 @@ def _structured(fields: JsonFields) -> JsonFields | None:
     if len(given) != 1:
         raise bad(
             found.where,
-            f"{found.where} must have one of {', '.join(STRUCTURED)}; got {given or 'none'}",
+            f"{found.where} must have exactly one of {', '.join(STRUCTURED)}; got "
+            f"{given or 'none'}",
         )
     return found
 
@@ -104,7 +110,9 @@ def _of_structured(fields: JsonFields, answer: AnswerGrammar) -> str:
         try:
             schema = orjson.loads(schema)
         except orjson.JSONDecodeError as error:
-            raise fields.wrong("json", f"a JSON schema; it is no JSON ({error})") from None
+            raise fields.wrong(
+                "json", f"a JSON schema, but it is not valid JSON ({error})"
+            ) from None
     if schema is None:
         if not fields.flag("json_object"):
             raise fields.wrong("json_object", "true")
@@ -120,4 +128,4 @@ def _lark(text: str, param: str) -> str:
         return any_to_lark(text)
     except (GbnfToLarkError, ValueError) as error:
         said = " ".join(str(error).split())[:300]
-        raise bad(param, f"{param} has a grammar that cannot be read: {said}") from error
+        raise bad(param, f"{param} has an invalid grammar: {said}") from error

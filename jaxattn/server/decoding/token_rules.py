@@ -46,13 +46,14 @@ class TokenLimits:
         if longer and not fields.flag("ignore_eos"):
             raise bad(
                 "min_tokens",
-                f"min_tokens is {least:,} and the most tokens {max_tokens:,}; make it smaller",
+                f"min_tokens must be at most {max_tokens:,}, the maximum number of tokens; got "
+                f"{least:,}",
             )
         allowed = None
         if fields.given("allowed_token_ids"):
             allowed = fields.integers("allowed_token_ids", MOST_ALLOWED, vocab_size - 1)
             if not allowed:
-                raise fields.wrong("allowed_token_ids", "a list of at least one token")
+                raise fields.wrong("allowed_token_ids", "a list of at least one token id")
         return cls(least, allowed, fields.texts("bad_words", MOST_BAD_WORDS, MOST_WORD))
 
     def rules(
@@ -116,7 +117,7 @@ class TokenRules:
             return inner
         name = "min_tokens" if self._tokens < self._least else "allowed_token_ids"
         name = "bad_words" if name == "allowed_token_ids" and self._allowed is None else name
-        return bad(name, f"{name} leaves no token that may come; change it")
+        return bad(name, f"{name} forbids every possible next token; change it")
 
     def mask(self, words: np.ndarray) -> None:
         """Writes the mask of allowed next tokens; see `Grammar.mask`."""

@@ -49,7 +49,10 @@ def read_tools(fields: JsonFields) -> ToolChoice:
         if tool.get("type", "function") != "function" or not name:
             raise bad("tools", f"tools[{place}] must be a function with a name")
         if name in names:
-            raise bad("tools", f"tools[{place}] has the name {name!r} of an earlier tool")
+            raise bad(
+                "tools",
+                f"tools[{place}] has the same name as an earlier tool, {name!r}; rename one",
+            )
         function.object("parameters")
         names.append(name)
     parallel = fields.flag("parallel_tool_calls", True)
@@ -97,5 +100,5 @@ def _known(choice: JsonFields, names: list[str]) -> str:
     given = choice.object("function") if choice.given("function") else choice
     name = given.text("name", MOST_NAME)
     if name not in names:
-        raise bad("tool_choice", f"tool_choice names {name!r}, and tools has {names}")
+        raise bad("tool_choice", f"tool_choice must name one of the tools {names}; got {name!r}")
     return name

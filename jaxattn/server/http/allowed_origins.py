@@ -35,12 +35,16 @@ class AllowedOrigins:
     def _error(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self._local and _name(f"//{host}") not in (*LOOPBACK, None):
-            return ApiError(403, f"the host {host[:200]!r} is not this server's", code="host")
+            return ApiError(
+                403, f"the Host header {host[:200]!r} does not name this server", code="host"
+            )
         if origin is None or origin in self._origins or "*" in self._origins:
             return None
         if _authority(origin) == host:
             return None
-        message = f"pages of {origin[:200]!r} may not call this server; --cors-origin names those"
+        message = (
+            f"pages of {origin[:200]!r} may not call this server; allow them with --cors-origin"
+        )
         return ApiError(403, message, code="origin")
 
 

@@ -29,7 +29,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str] = os.environ) ->
         lines = [line.strip() for line in file.read_text().splitlines()]
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ValueError(f"{file} has no key; write one on a line of its own")
+            raise ValueError(f"{file} has no key; write one key per line")
         keys += found
     for key in keys:
         if not key.isascii() or not key.isprintable() or " " in key:
@@ -55,7 +55,8 @@ class ApiKeyAuth:
             return await self._app(scope, receive, send)
         error = ApiError(
             401,
-            "a valid key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+            "a valid API key is required: send it as 'Authorization: Bearer KEY' or "
+            "'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )

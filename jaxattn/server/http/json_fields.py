@@ -31,7 +31,9 @@ class JsonFields(OptionalFields):
 
     def texts(self, field: str, most: int, characters: int) -> tuple[str, ...]:
         """Returns a field that is a string or a list of at most `most` strings, none empty."""
-        wanted = f"a text of 1 to {characters} characters, or a list of at most {most}"
+        wanted = (
+            f"a string of 1 to {characters} characters, or a list of at most {most} such strings"
+        )
         return self.items(field, ListOf(Text(characters, least=1), most, single=True), wanted)
 
     def integers(self, field: str, most: int, largest: int) -> tuple[int, ...]:

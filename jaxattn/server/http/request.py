@@ -190,6 +190,8 @@ class Endpoint:
             except ClientClosed:
                 exchange.log["left"] = True
             except Exception:  # a bug: the client gets no details, and other requests go on
-                LOG.exception("a request failed")
+                LOG.exception("an unexpected error ended a request")
                 self._refused(500)
-                await exchange.refuse(ApiError(500, "the server failed; its log says why"))
+                await exchange.refuse(
+                    ApiError(500, "internal server error; the server's log has the details")
+                )

@@ -153,7 +153,7 @@ async def encoded(
     if not service.tokenizer.has_chat_template:
         raise ApiError(
             400,
-            "this model has no chat template; send its text to /v1/completions",
+            "this model has no chat template; send a plain prompt to /v1/completions instead",
             param="messages",
             code="no_chat_template",
         )
@@ -161,7 +161,8 @@ async def encoded(
     if len(variables) > MOST_VARIABLES or not OWN_VARIABLES.isdisjoint(variables):
         raise fields.wrong(
             "chat_template_kwargs",
-            f"at most {MOST_VARIABLES} variables, and none of {', '.join(sorted(OWN_VARIABLES))}",
+            f"an object with at most {MOST_VARIABLES} variables, and without "
+            f"{', '.join(sorted(OWN_VARIABLES))}",
         )
     if effort := fields.text("reasoning_effort", 32):
         variables = {"reasoning_effort": effort, **variables}

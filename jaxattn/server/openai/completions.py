@@ -56,14 +56,14 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             vocab_size=served.vocab_size,
         )
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
-            raise bad("best_of", "best_of must be n; leave it out")
+            raise bad("best_of", "best_of must be equal to n; leave it out")
         streaming = read_streaming(fields)
         given = read_prompts(fields, "prompt", MOST_CHOICES)
         if len(given) * sampling.choices > MOST_CHOICES:
             raise bad(
                 "prompt",
-                f"{len(given)} prompts with n = {sampling.choices} ask for more than "
-                f"{MOST_CHOICES} continuations; send them in several requests",
+                f"{len(given)} prompts with n={sampling.choices} need more than {MOST_CHOICES} "
+                "completions; send them in several requests",
             )
         prompts = await encoded_prompts(service, given, "prompt")
         prompts = [service.shortened(fields, prompt) for prompt in prompts]
@@ -101,7 +101,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
 def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | list[int]]:
     """Reads a field that is a string, a list of tokens, or a list of at most `most` of either."""
     prompt = fields.values.get(name)
-    wanted = "a text, a list of texts, a list of tokens or a list of lists of tokens"
+    wanted = "a string, a list of strings, a list of token ids or a list of lists of token ids"
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -111,8 +111,8 @@ def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | lis
     if len(prompt) > most:
         raise bad(
             name,
-            f"{name} has {len(prompt):,} prompts, and a request may have {most:,}; send them "
-            "in several requests",
+            f"{name} has {len(prompt):,} prompts, but at most {most:,} are allowed; send them in "
+            "several requests",
         )
     for each in prompt:
         tokens = isinstance(each, list) and each and all(map(is_integer, each))

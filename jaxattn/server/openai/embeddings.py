@@ -33,8 +33,8 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
         if pooling is None and own.missing:
             raise bad(
                 "pooling",
-                f"pooling must be {' or '.join(POOLINGS)} here: {own.missing}, which is not "
-                "implemented",
+                f"pooling must be {' or '.join(POOLINGS)} for this model: {own.missing}, which is "
+                "not implemented",
             )
         form = EmbeddingForm(
             service.settings.names[0],

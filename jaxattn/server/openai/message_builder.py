@@ -74,7 +74,7 @@ def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad(where, f"{where} must be a text or a list of parts; got {_named(content)}")
+        raise bad(where, f"{where} must be a string or a list of parts; got {_named(content)}")
     return "".join(_part(part, f"{where}[{n}]", kinds) for n, part in enumerate(content))
 
 
@@ -87,8 +87,8 @@ def _part(part: object, where: str, kinds: Sequence[str]) -> str:
     if kind not in (*kinds,) or not isinstance(text, str):
         raise bad(
             where,
-            f"{where} is a part of the type {shown[:100]!r}; a model of text takes parts of the "
-            f"types {', '.join(kinds)} with a text",
+            f"{where} has the type {shown[:100]!r}; this text model accepts only parts of the "
+            f"types {', '.join(kinds)}, each with a string as its text",
         )
     return text
 

@@ -77,7 +77,7 @@ def read_streaming(fields: JsonFields) -> StreamOptions:
     stream = fields.flag("stream")
     options = fields.object("stream_options")
     if options.values and not stream:
-        raise fields.wrong("stream_options", "left out where stream is false")
+        raise fields.wrong("stream_options", "left out unless stream is true")
     each = options.flag("continuous_usage_stats")
     return StreamOptions(stream=stream, usage=options.flag("include_usage"), each_usage=each)
 

@@ -29,7 +29,7 @@ async def tokenize(service: Service, exchange: HttpRequest) -> None:
         elif fields.given("messages"):
             tokens = await encoded(service, fields, read_tools(fields).tools)
         else:
-            raise fields.wrong("prompt", "a text, or there must be messages")
+            raise fields.wrong("prompt", "a string, unless messages is given")
         most = service.limits.max_model_len
         found = {"count": len(tokens), "max_model_len": most, "tokens": list(tokens)}
         await exchange.json(found)

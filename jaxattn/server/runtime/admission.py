@@ -37,8 +37,8 @@ class AdmissionToken:
         if choices > self.admission.most:
             raise bad(
                 "n",
-                f"the request asks for {choices:,} continuations, and at most "
-                f"{self.admission.most:,} can run and wait; ask for fewer",
+                f"the request needs {choices:,} completions, but at most {self.admission.most:,} "
+                "can run and wait; ask for fewer",
             )
         self.admission.check(choices - self.choices, tokens)
         self.choices, self.tokens = choices, tokens
@@ -102,13 +102,13 @@ class AdmissionControl:
         """Raises ApiError 429 if so many more choices or prompt tokens would exceed a limit."""
         if self.choices + choices > self.most:
             raise self._full(
-                f"the queue is full: {self.choices:,} of {self.most:,} continuations are running "
-                "or waiting"
+                f"the queue is full: {self.choices:,} of {self.most:,} completions are running or "
+                "waiting"
             )
         if self._most_tokens is not None and self.waiting_tokens + tokens > self._most_tokens:
             raise self._full(
-                f"{self.waiting_tokens:,} prompt tokens wait, and with {tokens:,} more they pass "
-                f"the limit of {self._most_tokens:,}"
+                f"{self.waiting_tokens:,} prompt tokens are waiting, and {tokens:,} more would "
+                f"exceed the limit of {self._most_tokens:,}"
             )
 
     def answered(self, seconds: float) -> None:

@@ -236,7 +236,7 @@ class EngineWorker:
                 failures = 0
             except Exception:
                 failures += 1
-                LOG.exception("a step failed; the rows that it was for have ended")
+                LOG.exception("a step failed; the engine ended the rows of this step")
                 if failures == MOST_FAILURES:
                     raise
 

@@ -86,7 +86,7 @@ class EventRouter:
         for id, own in rows.items():
             collector = None if id is None else self.collectors.get(id)
             if id is None or collector is None:
-                LOG.error("the engine tells of request %s, which is none of those that run", id)
+                LOG.error("the engine sent an event for request %s, which is not running", id)
                 continue  # the others get what is theirs
             if count := len([event for event in own if type(event) is TokenEvent]):
                 self._metrics.tokens(id, count, now)

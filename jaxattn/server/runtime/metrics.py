@@ -86,60 +86,69 @@ class ServerMetrics:
         self._plan: MemoryPlan | None = None
         self._rows: dict[int, RequestTimestamps] = {}
         self.registry.register(_Gauges(self))
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens that were read.")
-        self._generated = self._counter("vllm:generation_tokens", "Tokens that were generated.")
+        self._prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Number of prompt tokens processed."
+        )
+        self._generated = self._counter("vllm:generation_tokens", "Number of tokens generated.")
         self._left = self._counter(
-            "jaxattn:requests_left", "Requests whose client left before the answer's end."
+            "jaxattn:requests_left",
+            "Number of requests whose client disconnected before the answer was complete.",
         )
         self._success = Counter(
             "vllm:request_success",
-            "Requests by how they ended.",
+            "Number of finished requests, by the reason for the end.",
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
         self._refused = Counter(
             "jaxattn:requests_refused",
-            "Requests that were refused, by HTTP status.",
+            "Number of rejected requests, by HTTP status.",
             ("model_name", "status"),
             registry=self.registry,
         )
         self._first = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN
+            "vllm:time_to_first_token_seconds",
+            "Seconds from arrival to the first token.",
+            FIRST_TOKEN,
         )
         self._between = WeightedHistogram(
             "vllm:inter_token_latency_seconds",
-            "Between two tokens of a row.",
+            "Seconds between two tokens of a row.",
             model,
             BETWEEN_TOKENS,
         )
         self.registry.register(self._between)
         self._whole = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", WHOLE
+            "vllm:e2e_request_latency_seconds", "Seconds from arrival to the last token.", WHOLE
         )
         self._queue = self._histogram(
-            "vllm:request_queue_time_seconds", "From arrival to a row of the batch.", WHOLE
+            "vllm:request_queue_time_seconds",
+            "Seconds from arrival until the request gets a row of the batch.",
+            WHOLE,
         )
         self._prefill = self._histogram(
-            "vllm:request_prefill_time_seconds", "From a row to the first token.", WHOLE
+            "vllm:request_prefill_time_seconds",
+            "Seconds from getting a row to the first token.",
+            WHOLE,
         )
         self._decode = self._histogram(
-            "vllm:request_decode_time_seconds", "From the first to the last token.", WHOLE
+            "vllm:request_decode_time_seconds", "Seconds from the first to the last token.", WHOLE
         )
         self._request_prompt = self._histogram(
-            "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+            "vllm:request_prompt_tokens", "Number of prompt tokens of a request.", TOKENS
         )
         self._request_generated = self._histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", TOKENS
+            "vllm:request_generation_tokens", "Number of tokens generated for a request.", TOKENS
         )
         self._most = self._histogram(
-            "vllm:request_params_max_tokens", "max_tokens of a request.", TOKENS
+            "vllm:request_params_max_tokens", "The max_tokens of a request.", TOKENS
         )
-        self._n = self._histogram("vllm:request_params_n", "n of a request.", CHOICES)
+        self._n = self._histogram("vllm:request_params_n", "The n of a request.", CHOICES)
         self._iteration = self._histogram(
-            "vllm:iteration_tokens_total", "Tokens that one step gave.", TOKENS
+            "vllm:iteration_tokens_total", "Number of tokens that one step generated.", TOKENS
         )
         self._step = self._histogram(
-            "jaxattn:step_seconds", "Of one step of the engine.", BETWEEN_TOKENS
+            "jaxattn:step_seconds", "Seconds of one step of the engine.", BETWEEN_TOKENS
         )
 
     def _counter(self, name: str, said: str) -> Counter:
@@ -254,41 +263,45 @@ class _Gauges(Collector):
             return family
 
         pages = limits.pages * limits.groups if limits else 0
-        yield gauge("vllm:num_requests_running", "Requests in the batch.", snapshot.rows)
-        yield gauge("vllm:num_requests_waiting", "Requests without a row.", metrics.waiting)
+        yield gauge("vllm:num_requests_running", "Number of requests in the batch.", snapshot.rows)
+        yield gauge(
+            "vllm:num_requests_waiting", "Number of requests that wait for a row.", metrics.waiting
+        )
         used = snapshot.pages / pages if pages else 0.0
-        yield gauge("vllm:kv_cache_usage_perc", "Pages in use, from 0 to 1.", used)
-        yield gauge("jaxattn:pages_in_use", "Pages of the cache in use.", snapshot.pages)
-        yield gauge("jaxattn:slots_in_use", "State slots in use.", snapshot.slots)
+        yield gauge(
+            "vllm:kv_cache_usage_perc", "Fraction of the cache pages in use, from 0 to 1.", used
+        )
+        yield gauge("jaxattn:pages_in_use", "Number of cache pages in use.", snapshot.pages)
+        yield gauge("jaxattn:slots_in_use", "Number of state slots in use.", snapshot.slots)
         for name, said, count in (
             (
                 "vllm:num_preemptions",
-                "Rows that lost their pages to older ones.",
+                "Number of rows that were preempted, so that older rows get their pages.",
                 snapshot.preemptions,
             ),
             (
                 "vllm:prefix_cache_queries",
-                "Prompt tokens that were looked up in the cache of prefixes.",
+                "Number of prompt tokens looked up in the prefix cache.",
                 snapshot.prefix_asked,
             ),
             (
                 "vllm:prefix_cache_hits",
-                "Prompt tokens that were found there, and not read again.",
+                "Number of prompt tokens found in the prefix cache and not processed again.",
                 snapshot.prefix_hits,
             ),
             (
                 "jaxattn:prefix_states_missed",
-                "Prompt tokens whose pages were found there without their states.",
+                "Number of prompt tokens whose pages, but not states, were in the prefix cache.",
                 snapshot.states_missed,
             ),
             (
                 "vllm:spec_decode_num_draft_tokens",
-                "Tokens that prompt lookup or the model's own head drafted.",
+                "Number of tokens drafted by prompt lookup or by the model's draft head.",
                 snapshot.drafted,
             ),
             (
                 "vllm:spec_decode_num_accepted_tokens",
-                "Drafted tokens that turned out right.",
+                "Number of drafted tokens that were accepted.",
                 snapshot.accepted,
             ),
         ):
@@ -297,7 +310,7 @@ class _Gauges(Collector):
             yield counter
         seal = CounterMetricFamily(
             "jaxattn:seal",
-            "What was traced, compiled or allocated after the warm-up.",
+            "Number of traces, compilations and allocations after the warm-up.",
             labels=[*labels, "kind"],
         )
         for kind, count in snapshot.seal.items():
@@ -305,7 +318,7 @@ class _Gauges(Collector):
         yield seal
         drafting = GaugeMetricFamily(
             "jaxattn:drafting",
-            "Whether the model's own head drafts, in steps of up to so many rows.",
+            "Whether the model's draft head drafts in steps of up to this number of rows.",
             labels=[*labels, "rows"],
         )
         for rows, drafts in sorted(snapshot.drafting.items()):
@@ -315,13 +328,13 @@ class _Gauges(Collector):
             return
         info = GaugeMetricFamily(
             "vllm:cache_config_info",
-            "How the cache is cut.",
+            "The number and the size of the cache's pages.",
             labels=[*labels, "num_gpu_blocks", "block_size"],
         )
         info.add_metric([metrics.model, str(pages), str(limits.page_tokens)], 1)
         yield info
         lines = GaugeMetricFamily(
-            "jaxattn:plan_bytes", "Lines of the memory plan.", labels=[*labels, "line"]
+            "jaxattn:plan_bytes", "Bytes of each line of the memory plan.", labels=[*labels, "line"]
         )
         for item in plan.items:
             lines.add_metric([metrics.model, item.name], item.nbytes)

@@ -97,9 +97,9 @@ class ResponseStore:
         if stored is None:
             raise ApiError(
                 404,
-                f"{param} {id[:100]!r} is not stored: the server keeps the last {self._most:,} "
-                f"responses in memory, {self._most_bytes >> 20} MiB of them, and none with "
-                "store: false; send the whole conversation as input",
+                f"{param} {id[:100]!r} is not stored: the server keeps at most the last "
+                f"{self._most:,} responses and {self._most_bytes >> 20} MiB in memory, and none "
+                "with store: false; send the whole conversation as input",
                 param=param,
                 code="previous_response_not_found",
             )

@@ -18,8 +18,8 @@ class ServerState(enum.StrEnum):
 
 _SAID = {
     ServerState.STARTING: "the model is being loaded and compiled; try again later",
-    ServerState.DRAINING: "the server is shutting down; another one may take the request",
-    ServerState.FAILED: "the engine has failed; the server ends",
+    ServerState.DRAINING: "the server is shutting down; send the request to another server",
+    ServerState.FAILED: "the engine has failed, and the server is shutting down",
 }
 
 

@@ -206,7 +206,8 @@ class Service:
         if name is not None and name not in self.settings.names:
             raise ApiError(
                 404,
-                f"this server has no model {name[:200]!r}; use {' or '.join(self.settings.names)}",
+                f"this server does not serve the model {name[:200]!r}; use "
+                f"{' or '.join(self.settings.names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -229,13 +230,13 @@ class Service:
                 a token id is outside of the vocabulary.
         """
         if not prompt:
-            raise bad(param, f"{param} has no tokens; it needs at least one")
+            raise bad(param, f"{param} is empty; it needs at least one token")
         longest = self.limits.longest_row
         if len(prompt) + least > longest:
-            generated = " with at least one to generate" if least else ""
+            generated = ", including at least one generated token" if least else ""
             raise bad(
                 param,
-                f"{param} has {len(prompt):,} tokens, and the model length is "
+                f"{param} has {len(prompt):,} tokens, but the model length is "
                 f"{longest:,}{generated}; {self._longer_rows()}",
                 code="context_length_exceeded",
             )
@@ -249,8 +250,8 @@ class Service:
         if limits.longest_row < limits.max_model_len:
             held = limits.pages * limits.page_tokens
             return (
-                f"make it shorter, or start the server with a larger cache, which holds {held:,} "
-                "tokens: --num-pages or --utilization"
+                "make it shorter, or increase --num-pages or --utilization of the server: its "
+                f"cache has room for {held:,} tokens"
             )
         own = self.served.longest
         if own is None or limits.max_model_len < own:

@@ -48,8 +48,8 @@ class Watchdog:
 
     def _end_process(self) -> None:
         print(
-            f"error: a step of the engine has taken more than {self._most:g} s; the process ends "
-            "here, and what its threads were doing is:",
+            f"error: a step of the engine has taken more than {self._most:g} s, so the process "
+            "exits; these are the stacks of its threads:",
             file=sys.stderr,
             flush=True,
         )

@@ -319,7 +319,7 @@ def test_a_norm_comes_before_a_product_on_a_gpu(inner, sizes):
 
 @pytest.mark.parametrize(
     "tokens, inner, message",
-    [(2, 2048, "norms one token"), (1, 5120, "got 5120 for 8 blocks")],
+    [(2, 2048, "normalizes only one token"), (1, 5120, "got K=5120 with parts=8")],
 )
 def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):
     x, added = jnp.zeros((2, tokens, inner))

@@ -280,7 +280,7 @@ def test_the_gradient_is_the_references():
     "x, weight, message",
     [
         ((33, 128), (2, 128, 128), "1 to 32 tokens"),
-        ((5, 1024), (1, 1024, 16512), "1 to 4 tokens of so large matrices"),
+        ((5, 1024), (1, 1024, 16512), "1 to 4 tokens for matrices of this size"),
         ((4, 100), (2, 100, 128), "K and N multiples of 64"),
         ((4, 128), (2, 128, 136), "K and N multiples of 64"),
         ((4, 128), (2, 128, 32), "N at least 64"),
@@ -322,7 +322,7 @@ def test_real_shapes_are_lowered_for_a_gpu(inner, sizes, gated, tokens, monkeypa
         return linears_mosaic(x, weights, layer=1, out_dtypes=dtypes, gated=gated)
 
     if tokens > 4 and max(sizes) * inner > 2**24:
-        with pytest.raises(NotImplementedError, match="1 to 4 tokens of so large matrices"):
+        with pytest.raises(NotImplementedError, match="1 to 4 tokens for matrices of this size"):
             jax.eval_shape(step, shape((tokens, inner)), *(shape((4, inner, n)) for n in sizes))
         return
     args = shape((tokens, inner)), *(shape((4, inner, size)) for size in sizes)
@@ -474,9 +474,9 @@ def test_blocks_that_norm_have_room_for_the_token(inner, sizes):
 @pytest.mark.parametrize(
     "tokens, inner, message",
     [
-        (2, 2048, "norms one token"),
-        (1, 192, "a multiple of 128; got 192"),
-        (1, 5120, "got 5120 for 8 blocks"),
+        (2, 2048, "normalizes only one token"),
+        (1, 192, "a multiple of 128; got K=192"),
+        (1, 5120, "got K=5120 with parts=8"),
     ],
 )
 def test_a_norm_that_the_kernel_has_not_is_refused(tokens, inner, message):

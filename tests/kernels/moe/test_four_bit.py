@@ -171,7 +171,7 @@ def test_every_number_of_tokens_has_shared_memory(name, monkeypatch):
 
 def test_numbers_that_would_be_rounded_twice_are_refused():
     args, named, _ = four_bit_case(INT4, 2, features=64, width=64, dtype=jnp.float16)
-    with pytest.raises(Refusal, match="float16 where scales are not bfloat16; got x float16"):
+    with pytest.raises(Refusal, match="float16 if the scales are not bfloat16; got x float16"):
         mixture_of_experts(*args, **named, implementation="mosaic_gpu_interpret")
 
 

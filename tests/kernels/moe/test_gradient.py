@@ -278,7 +278,7 @@ def test_a_gradient_of_a_gradient_is_refused():
 
 def test_what_the_forward_refuses_the_gradient_refuses():
     operands, ids, cotangent = case(2, 2, 1, features=32)
-    with pytest.raises(Refusal, match="multiples of 64, and got F = 32"):
+    with pytest.raises(Refusal, match="multiples of 64, got F = 32"):
         found(operands, ids, cotangent, implementation="mosaic_gpu_interpret")
 
 

@@ -147,5 +147,5 @@ def test_real_shapes(dim, heads, kv_heads, lens, q_len, preset):
 def test_what_the_kernel_does_not_take_is_refused():
     form, args = arguments("k8v4", 64, [5], heads=3, kv_heads=1)
     config = RopeConfig(dim=64, interleaved=False)
-    with pytest.raises(NotImplementedError, match="heads of 64 dims 2 at a time, and got H = 3"):
+    with pytest.raises(NotImplementedError, match="H and Hk multiples of 2 for 64 dims, got H = 3"):
         append(form, args, config, "mosaic_gpu_interpret")

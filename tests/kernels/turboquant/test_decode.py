@@ -203,8 +203,8 @@ def test_a_nan_that_a_row_sees_stays_in_it():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(dtype=jnp.float32), "q of bfloat16 or float16, and got float32"),
-        (dict(page=48), "pages of 16, 32, 64 or 128 tokens, and got 48"),
+        (dict(dtype=jnp.float32), "q in bfloat16 or float16, got float32"),
+        (dict(page=48), "pages of 16, 32, 64 or 128 tokens, got 48"),
     ],
 )
 def test_what_the_kernel_does_not_take_is_refused(options, message):

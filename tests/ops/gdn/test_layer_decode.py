@@ -500,7 +500,9 @@ def test_what_is_wrong_with_a_head_stays_in_that_head(poison):
 
 def test_four_blocks_a_state_are_for_one_token_and_two_heads():
     for case in (make([0], q_len=2), make([0], value_heads=3)):
-        with pytest.raises(ValueError, match="split is for one token of 1 or 2 value heads"):
+        with pytest.raises(
+            ValueError, match="split needs one token per row and 1 or 2 value heads"
+        ):
             launch_gdn_decode(
                 "test", *case.args, case.reads, num_key_heads=1, layer=0, scale=1.0,
                 config=GdnDecodeTileConfig(split=True), interpret=True,
@@ -544,7 +546,9 @@ def test_refuses_what_it_has_no_code_for():
     weights = jnp.zeros(4 + 32 + 4 * 128)
     with pytest.raises(NotImplementedError, match="Dk=32, Dv=32; use .*'xla'"):
         step(qkvz, jnp.zeros((1, 1, 4)), weights, conv_state, state, case.reads)
-    with pytest.raises(NotImplementedError, match="S=8 tokens of 29 value heads; .* use .*'xla'"):
+    with pytest.raises(
+        NotImplementedError, match="S=8 tokens of 29 value heads need .* use .*'xla'"
+    ):
         step(*make([0], num_slots=1, q_len=8, value_heads=29).args, layer=1)
     with pytest.raises(NotImplementedError, match="got W=3; use .*'xla'"):
         case = make([0], num_slots=1)

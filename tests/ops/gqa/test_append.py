@@ -178,5 +178,7 @@ def test_heads_of_an_odd_number_of_64_dims_are_refused_by_the_kernel_alone():
     config = RopeConfig(dim=64, interleaved=False)
     args, _ = arguments(64, heads=3, kv_heads=1)
     append(args, config, None)
-    with pytest.raises(NotImplementedError, match="2 at a time, and got H = 3, Hk = 1"):
+    with pytest.raises(
+        NotImplementedError, match="H and Hk multiples of 2 for 64 dims, got H = 3, Hk = 1"
+    ):
         append(args, config, "mosaic_gpu_interpret")

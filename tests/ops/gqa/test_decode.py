@@ -311,18 +311,18 @@ def test_an_arena_comes_back():
         (dict(sinks=normal(4).astype(np.float16)), TypeError, "sinks must be float32"),
         (dict(gate=normal(2, 1, 4, 7)), ValueError, "gate .* has shape"),
         (dict(arena=7), TypeError, "arena must be an Arena"),
-        (dict(schedule=7), TypeError, "schedule must be what gqa.decode_schedule returns, got int"),
+        (dict(schedule=7), TypeError, "schedule must be a result of gqa.decode_schedule, got int"),
         (
             dict(schedule=(5, 1, 4)),
             ValueError,
-            "schedule was made for window = 5, and this .* None",
+            "schedule is for window = 5, but this .* None",
         ),
         (
             dict(schedule=(None, 2, 4)),
             ValueError,
-            "schedule was made for S = 2, and this call has 1",
+            "schedule is for S = 2, but this call has 1",
         ),
-        (dict(schedule=(None, 1, 8)), ValueError, r"made for steps of 64 tokens = 2, .* has 1"),
+        (dict(schedule=(None, 1, 8)), ValueError, r"is for steps of 64 tokens = 2, .* has 1"),
         (dict(implementation="cuda"), ValueError, "unknown implementation='cuda'"),
     ],
 )
@@ -364,7 +364,7 @@ def test_the_kernel_gives_what_xla_gives_of_a_traced_layer():
 
 def test_a_shape_without_a_kernel_is_refused_by_name():
     pool = make_pool([5], page=16, kv_heads=2, dim=8)
-    with pytest.raises(NotImplementedError, match="gqa_decode: the kernel wants q of bfloat16"):
+    with pytest.raises(NotImplementedError, match="gqa_decode: the kernel needs q in bfloat16"):
         gqa.gqa_decode(
             normal(1, 1, 4, 8), pool.cache, pool.tables, pool.lens, layer=1,
             implementation="mosaic_gpu_interpret",

@@ -191,7 +191,7 @@ def test_a_real_rows_bits_do_not_depend_on_the_rows_beside_it():
         (
             dict(implementation="mosaic_gpu_interpret"),
             NotImplementedError,
-            "the kernel wants q of bfloat16 or float16, and got float32; use",
+            "the kernel needs q in bfloat16 or float16, got float32; use",
         ),
     ],
 )

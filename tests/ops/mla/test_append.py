@@ -319,7 +319,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="kv_scale is only for a float8_e4m3fn cache"):
         op = functools.partial(mla_append, config=config, rotation=rotation(positions, config))
         op(*args, layer=0, kv_scale=2.0, implementation="mosaic_gpu_interpret")
-    with pytest.raises(NotImplementedError, match="P = 64, and got R=544, P=32"):
+    with pytest.raises(NotImplementedError, match="P = 64, got R=544, P=32"):
         small = RopeConfig(dim=32)
         append(args, positions, small, "mosaic_gpu_interpret")
 

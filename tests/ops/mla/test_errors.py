@@ -99,7 +99,7 @@ STACK = np.zeros((7, 5, 16, 24), np.float32)
         (
             dict(schedule=mla.Schedule(np.zeros((2, 5), np.int32), np.zeros((3, 3), np.int32))),
             ValueError,
-            r"schedule is of 3 rows, q \(2, 1, 3, 24\) has 2",
+            r"schedule is for 3 rows, but q \(2, 1, 3, 24\) has 2",
         ),
         (dict(kv_lora_rank=0), ValueError, "kv_lora_rank .* got 0"),
         (dict(kv_lora_rank=True), ValueError, "kv_lora_rank must be an integer .*got True"),

@@ -291,7 +291,7 @@ def test_slots_of_vllms_store_on_a_gpu_are_read(preset):
         (dict(q=jnp.zeros((1, 1, 4, 128))), "q .* has head_dim 128, but the cache's format has 64"),
         (dict(q=jnp.zeros((1, 1, 3, 64))), "H must be a multiple of Hk"),
         (dict(window=0), "window counts the token itself"),
-        (dict(schedule=(1, 2)), "schedule must be what gqa.decode_schedule returns, got tuple"),
+        (dict(schedule=(1, 2)), "schedule must be a result of gqa.decode_schedule, got tuple"),
         (dict(seq_lens=jnp.asarray([999])), "seq_lens"),
     ],
 )

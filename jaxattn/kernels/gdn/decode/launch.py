@@ -88,15 +88,17 @@ def _refuse(
 ) -> None:
     if not 1 <= batch <= MAX_ROWS:
         raise Refusal(
-            f"{name}: the kernel takes 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
+            f"{name}: the kernel supports 1 to {MAX_ROWS:,} rows, got state_indices of B={batch:,}"
         )
     if not 1 <= tokens <= MAX_TOKENS:
-        raise Refusal(f"{name}: the kernel takes 1 to {MAX_TOKENS} tokens per row, got S={tokens}")
+        raise Refusal(
+            f"{name}: the kernel supports 1 to {MAX_TOKENS} tokens per row, got S={tokens}"
+        )
     if heads[1:] != (DIM, DIM):
-        raise Refusal(f"{name}: the kernel has Dk = Dv = 128, and got Dk={heads[2]}, Dv={heads[1]}")
+        raise Refusal(f"{name}: the kernel needs Dk = Dv = 128, got Dk={heads[2]}, Dv={heads[1]}")
     if conv_state is not None and conv_state.shape[-2] != WIDTH - 1:
         raise Refusal(
-            f"{name}: the kernel's convolution has W = 4, and got W={conv_state.shape[-2] + 1}"
+            f"{name}: the kernel needs a convolution with W = 4, got W={conv_state.shape[-2] + 1}"
         )
 
 
@@ -120,9 +122,9 @@ def gdn_decode_mosaic(
     needed = 0 if config.split else shared_bytes(op, config, call.state.dtype)
     if needed > MOST_SHARED:
         raise Refusal(
-            f"{call.op}: a block of the kernel has {MOST_SHARED:,} bytes of shared memory, and "
-            f"needs {needed:,} for S={q_len} tokens of {op.group // config.parts} value heads; "
-            "give fewer tokens"
+            f"{call.op}: a CTA of the kernel has at most {MOST_SHARED:,} bytes of shared memory, "
+            f"but S={q_len} tokens of {op.group // config.parts} value heads need {needed:,}; give "
+            "fewer tokens"
         )
     call = call.without_gradient()
     state, conv_state, arena = call.state, call.conv_state, call.arena
@@ -156,8 +158,8 @@ def gdn_decode_mosaic(
     if config.split:
         if q_len != 1 or op.group * SPLIT > MOST_BLOCKS:
             raise ValueError(
-                f"{call.op}: split is for one token of 1 or 2 value heads a key head, got "
-                f"S={q_len}, Hv / Hk = {op.group}"
+                f"{call.op}: split needs one token per row and 1 or 2 value heads per key head, "
+                f"got S={q_len}, Hv / Hk = {op.group}"
             )
         blocks = op.group * SPLIT
         block: Any = functools.partial(

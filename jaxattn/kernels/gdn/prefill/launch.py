@@ -76,16 +76,16 @@ def refuse_prefill(
     require_hopper(op, interpret=interpret)
     if q.shape[-1] != DIM or v.shape[-1] != DIM:
         raise Refusal(
-            f"{op}: the kernel has Dk = Dv = 128, and got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
+            f"{op}: the kernel needs Dk = Dv = 128, got Dk={q.shape[-1]}, Dv={v.shape[-1]}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise Refusal(
-            f"{op}: the kernel wants q, k and v in bfloat16 or float16, got {q.dtype.name}"
+            f"{op}: the kernel needs q, k and v in bfloat16 or float16, got {q.dtype.name}"
         )
     if chunk_size != CHUNK:
-        raise Refusal(f"{op}: the kernel has chunk_size 64, got {chunk_size}")
+        raise Refusal(f"{op}: the kernel needs chunk_size=64, got chunk_size={chunk_size}")
     if v.size == 0:
-        raise Refusal(f"{op}: the kernel cannot start without a token, got v {v.shape}")
+        raise Refusal(f"{op}: the kernel needs at least one token, got v {v.shape}")
 
 
 def gdn_prefill_mosaic(

@@ -107,7 +107,7 @@ class GqaDecodeCall:
         """
         if not isinstance(self.schedule, PairSchedule | None):
             raise TypeError(
-                f"{self.op}: schedule must be what gqa.decode_schedule returns, got "
+                f"{self.op}: schedule must be a result of gqa.decode_schedule, got "
                 f"{type(self.schedule).__name__}"
             )
         if self.schedule is not None:

@@ -39,7 +39,7 @@ def refuse(q: Any, kv_cache: Any) -> None:
     """
     reason = refusal(q.dtype, kv_cache.dtype, q.shape[-1], kv_cache.shape[-3])
     if reason is not None:
-        raise Refusal(f"gqa_decode: the kernel wants {reason}")
+        raise Refusal(f"gqa_decode: the kernel needs {reason}")
 
 
 def gqa_decode_mosaic(call: GqaDecodeCall, *, interpret: bool = False) -> tuple[Any, ...]:

@@ -40,15 +40,13 @@ def refusal(dtype: Any, cache_dtype: Any, head_dim: int, page_size: int) -> str 
     """Returns what the kernel requires instead of these arguments; None if it accepts them."""
     dtype, cache_dtype = jnp.dtype(dtype), jnp.dtype(cache_dtype)
     if dtype not in DTYPES:
-        return f"q of bfloat16 or float16, and got {dtype.name}"
+        return f"q in bfloat16 or float16, got {dtype.name}"
     if cache_dtype not in (dtype, FP8):
-        return (
-            f"a cache of {FP8.name} or of the dtype of q, {dtype.name}, and got {cache_dtype.name}"
-        )
+        return f"a cache in {FP8.name} or in the dtype of q, {dtype.name}, got {cache_dtype.name}"
     if head_dim not in MOST_COLUMNS:
-        return f"head_dim 64, 128 or 256, and got {head_dim}"
+        return f"head_dim 64, 128 or 256, got {head_dim}"
     if page_size not in PAGE_SIZES:
-        return f"pages of 16, 32, 64 or 128 tokens, and got {page_size}"
+        return f"pages of 16, 32, 64 or 128 tokens, got {page_size}"
     return None
 
 

@@ -51,11 +51,11 @@ def refuse(op: str, q: Any, k: Any, v: Any, *, interpret: bool) -> None:
     reason = refusal(q.dtype, q.shape[-1])
     for name, x in (("k", k), ("v", v)):
         if reason is None and x.dtype != q.dtype:
-            reason = f"{name} of the dtype of q, {q.dtype.name}, and it has {x.dtype.name}"
+            reason = f"{name} in the dtype of q, {q.dtype.name}, got {x.dtype.name}"
     if reason is None and q.size == 0:
-        reason = f"at least one token, and got q {q.shape}"
+        reason = f"at least one token, got q {q.shape}"
     if reason is not None:
-        raise Refusal(f"{op}: the kernel wants {reason}")
+        raise Refusal(f"{op}: the kernel needs {reason}")
 
 
 def reads_pages(q: Any, kv_cache: Any) -> bool:
@@ -130,7 +130,9 @@ def gqa_prefill_mosaic(
         for a token that sees no key and for those outside of `first` and `queries`.
     """
     if k_rest is not None and paged is not None:
-        raise ValueError("gqa_prefill_mosaic: pages hold whole keys; k_rest needs paged=None")
+        raise ValueError(
+            "gqa_prefill_mosaic: k_rest needs paged=None, because pages contain whole keys"
+        )
     batch, tokens, heads, dim = q.shape
     kv_heads, dtype = v.shape[2], q.dtype
     group = heads // kv_heads
@@ -161,7 +163,8 @@ def gqa_prefill_mosaic(
     )  # fmt: skip
     if lined and (batch, tiles.count, packed) != (1, len(bounds), 1):
         raise ValueError(
-            f"gqa_prefill: bounds {bounds.shape} are not of each {config.rows} of q {q.shape}"
+            f"gqa_prefill: bounds {bounds.shape} must have one row per {config.rows} tokens of q "
+            f"{q.shape}"
         )
     items = batch * tiles.heads * tiles.count
     blocks = min(items, config.blocks or NUM_SMS)
@@ -173,7 +176,10 @@ def gqa_prefill_mosaic(
         sinks = jnp.pad(sinks, ((0, 0), (0, whole - sinks.shape[1])))
     if firsts is not None:
         if lined:
-            raise ValueError("firsts count keys from the first, and bounds of lines do not")
+            raise ValueError(
+                "gqa_prefill: firsts cannot be combined with bounds of lines, which do not count "
+                "keys from the first"
+            )
         firsts = jnp.repeat(firsts.astype(jnp.int32), packed, axis=1)
         firsts = jnp.pad(firsts, ((0, 0), (0, tiles.count * config.rows - rows)), mode="edge")
     scores = ScoreScaling(scale=scale, soft_cap=soft_cap)

@@ -70,9 +70,9 @@ def config_of(head_dim: int, window: int | None) -> GqaPrefillTileConfig:
 def refusal(dtype: Any, head_dim: int) -> str | None:
     """Returns what the kernel requires instead of these arguments; None if it accepts them."""
     if jnp.dtype(dtype) not in DTYPES:
-        return f"q of bfloat16 or float16, and got {jnp.dtype(dtype).name}"
+        return f"q in bfloat16 or float16, got {jnp.dtype(dtype).name}"
     if head_dim not in CONFIGS:
-        return f"head_dim 64, 128 or 256, and got {head_dim}"
+        return f"head_dim 64, 128 or 256, got {head_dim}"
     return None
 
 

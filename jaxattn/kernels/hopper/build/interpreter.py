@@ -32,9 +32,9 @@ def _warn_of_few_threads() -> None:
     """Warns once per process."""
     if (threads := _host_threads()) < INTERPRETER_THREADS:
         warnings.warn(
-            "the interpreter of kernels may wait for ever: it needs a host thread for each thread "
-            f"of a kernel, and XLA's pool has {threads}; set the environment variable "
-            "PJRT_NPROC=16 before JAX is imported",
+            "the kernel interpreter may deadlock: it needs a host thread per kernel thread, but "
+            f"XLA's pool has only {threads}; set the environment variable PJRT_NPROC=16 before JAX "
+            "is imported",
             skip_file_prefixes=(PACKAGE, JAX),
         )
 

@@ -64,7 +64,10 @@ def launch(
     """
     names = [*inputs, *outputs, *scratch]
     if twice := sorted({each for each in names if names.count(each) > 1}):
-        raise ValueError(f"{name}: inputs, outputs and scratch share the names {twice}")
+        raise ValueError(
+            f"{name}: inputs, outputs and scratch must have different names; {twice} are used more "
+            "than once"
+        )
     given, made, used = (
         {key: x for key, x in some.items() if x is not None} for some in (inputs, outputs, scratch)
     )
@@ -72,8 +75,8 @@ def launch(
     room = SHARED_BYTES - RESERVED_BYTES
     if not interpret and (needed := shared_bytes(used.values())) > room:
         raise Refusal(
-            f"{name}: a block would keep {needed:,} bytes in shared memory, and a Hopper "
-            f"multiprocessor gives it {room:,}"
+            f"{name}: a CTA needs {needed:,} bytes of shared memory, but a Hopper multiprocessor "
+            f"has only {room:,}"
         )
 
     def run(*refs: Any) -> None:

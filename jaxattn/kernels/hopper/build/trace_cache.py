@@ -113,13 +113,15 @@ def cache_key(value: object, around: tuple[int, ...] = ()) -> object:
     if isinstance(value, float | complex | np.generic):
         return type(value), str(getattr(value, "dtype", "")), repr(value)  # 0.0 and -0.0 are equal
     if id(value) in around:
-        raise TypeError(f"{type(value).__name__} is a part of itself")
+        raise TypeError(f"{type(value).__name__} contains itself")
     part = functools.partial(cache_key, around=(*around, id(value)))
     if isinstance(value, types.FunctionType):
         try:
             cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
         except ValueError as error:
-            raise TypeError("it closes over what is not there yet") from error
+            raise TypeError(
+                "the function closes over a variable that is not yet assigned"
+            ) from error
         every = cells, value.__defaults__, value.__kwdefaults__, value.__dict__
         return value.__code__, IdentityKey(value.__globals__), tuple(map(part, every))
     if isinstance(value, types.MethodType):

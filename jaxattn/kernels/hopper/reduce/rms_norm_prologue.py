@@ -98,11 +98,11 @@ def refusal(tokens: int, steps: int, parts: int) -> str | None:
     """Returns why CTAs cannot norm K numbers in `steps` steps and `parts` parts; None if they
     can."""
     if tokens != 1:
-        return f"the kernel norms one token; got {tokens}"
+        return f"the kernel normalizes only one token; got {tokens}"
     if steps % (2 * parts) or steps > 2 * MOST_PAIRS * parts:
         return (
-            f"the kernel norms K in parts of {PAIR} to {PAIR * MOST_PAIRS}, a multiple of {PAIR}; "
-            f"got {steps * STEP} for {parts} blocks"
+            f"the kernel normalizes K in parts of {PAIR} to {PAIR * MOST_PAIRS}, a multiple of "
+            f"{PAIR}; got K={steps * STEP} with {parts=}"
         )
     return None
 

@@ -66,15 +66,18 @@ def distributed_combine(
     tokens, features = mailbox_shape(batch, heads)
     if heads % gpus or inbox.shape[2] < tokens or inbox.shape[3] != features:
         raise Refusal(
-            f"{op}: the outputs of {batch} rows of {heads} heads meet on GPUs that they divide "
-            f"over, by a mailbox of {tokens} tokens of {features} features; got {gpus} GPUs and "
-            f"{inbox.shape}"
+            f"{op}: to combine {batch} rows, the GPUs must divide the {heads} heads, and the "
+            f"mailbox must have at least {tokens} tokens of {features} features; got {gpus} GPUs "
+            f"and {inbox.shape}"
         )
     own = heads // gpus
     out_ref, partial_ref = split.refs
     first_rows = split.first_rows  # the body captures no array, so that launches share its trace
     if out_ref.dtype != jnp.bfloat16:
-        raise Refusal(f"{op}: outputs meet in bfloat16, and these are {out_ref.dtype.name}")
+        raise Refusal(
+            f"{op}: the kernel combines outputs of several GPUs only in bfloat16, got "
+            f"{out_ref.dtype.name}"
+        )
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
 
     def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:

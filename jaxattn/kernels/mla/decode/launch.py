@@ -75,8 +75,8 @@ def refuse_assembler(kv_cache: Any) -> None:
     pages."""
     if LatentFormat(kv_cache.dtype).block_scaled and not plain_copies():
         raise Refusal(
-            "mla_decode: columns=True with a block-scaled cache needs ptxas of CUDA 13, which "
-            "jaxattn[cuda13] brings; leave columns out for the other kernel"
+            "mla_decode: columns=True with a block-scaled cache needs the ptxas of CUDA 13, which "
+            "jaxattn[cuda13] installs; leave columns out to use the other kernel"
         )
 
 
@@ -85,14 +85,14 @@ def _refuse_rows(dtype: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     widths = (format.width,) if format.quantized else (RANK, RANK + ROPE)
     if kv_lora_rank != RANK or kv_cache.shape[-1] not in widths:
         raise Refusal(
-            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64, or of a 16-bit "
-            f"cache 0, and got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
+            "mla_decode: the kernel needs kv_lora_rank 512 and qk_rope_head_dim 64, or 0 with a "
+            f"16-bit cache, got {kv_lora_rank=} with kv_cache {kv_cache.shape}"
         )
     fits = dtype in (jnp.bfloat16, jnp.float16) and dtype == kv_cache.dtype
     if not (dtype == jnp.bfloat16 if format.quantized else fits):
         raise Refusal(
-            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
-            f"bfloat16 with an FP8 cache, and got q {dtype.name}, kv_cache {kv_cache.dtype.name}"
+            "mla_decode: the kernel needs q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, got q {dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 
@@ -123,7 +123,7 @@ def mla_decode_mosaic(
         _refuse_rows(call.dtype, call.kv_cache, call.kv_lora_rank)
     if call.page_size not in PAGE_SIZES:
         raise Refusal(
-            "mla_decode: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
+            "mla_decode: the kernel needs pages of 16, 32, 64 or 128 tokens, but kv_cache "
             f"{call.kv_cache.shape} has {call.page_size}"
         )
     call = scheduled(call.stacked(), interpret=interpret)

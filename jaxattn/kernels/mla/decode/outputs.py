@@ -101,8 +101,9 @@ class MlaDecodeOutputs:
         call = self.call
         if partial_lse is None or call.q_len > 1:
             raise Refusal(
-                f"mla_decode: outputs of several GPUs meet where rows of one token may be cut, and "
-                f"these are {call.batch} rows of {call.q_len} tokens in {self.parts} parts"
+                "mla_decode: combining outputs of several GPUs needs rows of one token and a "
+                f"schedule that may split them, got {call.batch} rows of {call.q_len} tokens in "
+                f"{self.parts} parts"
             )
         split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
         out, mailbox = distributed_combine(call, split, merge)

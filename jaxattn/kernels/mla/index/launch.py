@@ -52,33 +52,33 @@ def refuse_index(
     halves = dtype in (jnp.bfloat16, jnp.float16)
     if not halves or keys not in (dtype, FP8):
         raise Refusal(
-            "mla_index: the kernel wants q of bfloat16 or float16 and an index_cache of the same "
-            f"dtype or float8_e4m3fn, and got q {dtype.name}, index_cache {keys.name}"
+            "mla_index: the kernel needs q in bfloat16 or float16, and an index_cache in the same "
+            f"dtype or float8_e4m3fn, got q {dtype.name}, index_cache {keys.name}"
         )
     if dim != DIM or width != DIM:
         raise Refusal(
-            f"mla_index: the kernel has keys of {DIM} dims, and got q {q.shape}, index_cache "
+            f"mla_index: the kernel needs keys of {DIM} dims, got q {q.shape}, index_cache "
             f"{index_cache.shape}"
         )
     if heads % 8 or not 0 < heads <= MOST_HEADS:
         raise Refusal(
-            f"mla_index: the kernel has 8 to {MOST_HEADS} index heads, a multiple of 8, and q "
+            f"mla_index: the kernel needs 8 to {MOST_HEADS} index heads, a multiple of 8, but q "
             f"{q.shape} has {heads}"
         )
     sizes = tuple(size for size in PAGE_SIZES if keys != FP8 or size >= 64)
     if page_size not in sizes:
         raise Refusal(
-            f"mla_index: the kernel reads pages of {', '.join(map(str, sizes))} tokens of a "
-            f"{keys.name} cache, and index_cache {index_cache.shape} has {page_size}"
+            f"mla_index: the kernel needs pages of {', '.join(map(str, sizes))} tokens of a "
+            f"{keys.name} cache, but index_cache {index_cache.shape} has {page_size}"
         )
     if block_tables.shape[1] * page_size > MOST_KEYS:
         raise Refusal(
-            f"mla_index: the kernel has rows of up to {MOST_KEYS:,} tokens, and block_tables "
+            f"mla_index: the kernel supports rows of up to {MOST_KEYS:,} tokens, but block_tables "
             f"{block_tables.shape} with pages of {page_size} reach "
             f"{block_tables.shape[1] * page_size:,}; give narrower block_tables"
         )
     if top_k not in TOP_K and not (interpret and top_k % 128 == 0):
-        raise Refusal(f"mla_index: the kernel has top_k 512, 1024 and 2048, and got {top_k}")
+        raise Refusal(f"mla_index: the kernel needs top_k=512, 1024 or 2048, got {top_k}")
 
 
 def mla_index_mosaic(

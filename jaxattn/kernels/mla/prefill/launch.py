@@ -38,12 +38,12 @@ def refuse(op: str, q: jax.Array, *, nope: int, rope: int, values: int, interpre
     require_hopper(op, interpret=interpret)
     if (nope, rope, values) != (NOPE, ROPE, VALUES):
         raise Refusal(
-            f"{op}: kernels have keys of 128 + 64 dims and values of 128, or 192 + 64 and 256, and "
+            f"{op}: the kernels need keys of 128 + 64 dims and values of 128, or 192 + 64 and 256, "
             f"got {nope} + {rope} and {values}"
         )
     if q.dtype not in (jnp.bfloat16, jnp.float16):
-        wanted = "bfloat16 and float16"
-        raise Refusal(f"{op}: the kernel takes {wanted}, and got {q.dtype.name}")
+        wanted = "bfloat16 or float16"
+        raise Refusal(f"{op}: the kernel needs q in {wanted}, got {q.dtype.name}")
 
 
 def attend_mosaic(
@@ -117,7 +117,9 @@ def attend_padded(
     config = config or MlaPrefillTileConfig()
     batch, tokens, heads, _ = q.shape
     if bounds.shape[1] == 5 and (batch, -(-tokens // (2 * TILE))) != (1, len(bounds)):
-        raise ValueError(f"mla_prefill: bounds {bounds.shape} are not of each 128 of q {q.shape}")
+        raise ValueError(
+            f"mla_prefill: bounds {bounds.shape} must have one row per 128 tokens of q {q.shape}"
+        )
     # TMA steps in the shared memory's tiles of 8 rows; past the end of an array it reads zeros.
     q, k, v = (_pad_tokens(x) for x in (q, k, v))
     joined = k_pe is None
@@ -138,7 +140,10 @@ def attend_padded(
     bounds = bounds.astype(jnp.int32)
     if firsts is not None:
         if cut.lined:
-            raise ValueError("firsts count keys from the first, and bounds of lines do not")
+            raise ValueError(
+                "mla_prefill: firsts cannot be combined with bounds of lines, which do not count "
+                "keys from the first"
+            )
         more = tiles * 2 * TILE - tokens
         firsts = jnp.pad(firsts.astype(jnp.int32), ((0, 0), (0, more)), mode="edge")
     order = tile_order(batch * heads, tiles, group, blocks)

@@ -59,30 +59,30 @@ def refuse(call: MlaDecodeCall) -> None:
     latents = call.format
     if kv_lora_rank != RANK or call.head_dim != RANK + ROPE:
         raise Refusal(
-            f"{OP}: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64, and got "
-            f"{kv_lora_rank=} with q of {call.head_dim} dims"
+            f"{OP}: the kernel needs kv_lora_rank 512 and qk_rope_head_dim 64, got {kv_lora_rank=} "
+            f"with q of {call.head_dim} dims"
         )
     if kv_cache.shape[-1] != latents.width:
         raise Refusal(
-            f"{OP}: a {kv_cache.dtype.name} cache has {latents.width} numbers a token, and "
+            f"{OP}: a {kv_cache.dtype.name} cache must have {latents.width} numbers per token, but "
             f"kv_cache is {kv_cache.shape}"
         )
     fits = call.dtype in (jnp.bfloat16, jnp.float16) and call.dtype == kv_cache.dtype
     if not (call.dtype == jnp.bfloat16 if latents.quantized else fits):
         raise Refusal(
-            f"{OP}: the kernel wants q and kv_cache both bfloat16 or both float16, or q bfloat16 "
-            f"with an FP8 cache, and got q {call.dtype.name}, kv_cache {kv_cache.dtype.name}"
+            f"{OP}: the kernel needs q and kv_cache both bfloat16 or both float16, or q bfloat16 "
+            f"with an FP8 cache, got q {call.dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
     if call.page_size not in PAGE_SIZES:
         raise Refusal(
-            f"{OP}: the kernel reads pages of 16, 32, 64 or 128 tokens, and kv_cache "
+            f"{OP}: the kernel needs pages of 16, 32, 64 or 128 tokens, but kv_cache "
             f"{kv_cache.shape} has {call.page_size}"
         )
     tokens = int(np.prod(kv_cache.shape[:-1]))
     if tokens >= 2**31:
         raise Refusal(
-            f"{OP}: the kernel counts a cache's tokens in 32 bits, and kv_cache {kv_cache.shape} "
-            f"has {tokens:,}; give it as several stacks of layers"
+            f"{OP}: the kernel indexes a cache's tokens with 32 bits, but kv_cache "
+            f"{kv_cache.shape} has {tokens:,}; give it as several stacks of layers"
         )
 
 

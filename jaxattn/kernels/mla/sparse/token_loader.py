@@ -312,4 +312,4 @@ class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
         pl.when(page[1])(load)
 
 
-assert SCALE_BYTES == 16 and ROPE * 2 == 128 and RAW == 5, "token_gather copies such"
+assert SCALE_BYTES == 16 and ROPE * 2 == 128 and RAW == 5, "token_gather copies such tiles"

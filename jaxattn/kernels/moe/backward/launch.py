@@ -98,7 +98,7 @@ def forward_with_residuals(
     gradient."""
     refuse(operands.x, operands.gate_up, interpret=interpret)
     if operands.gate_up.dtype == FP8:
-        raise Refusal(f"{OP}: the kernels have no gradient of FP8 weights")
+        raise Refusal(f"{OP}: the gradient kernels do not support FP8 weights")
     operands = without_gradient(OP, operands)
     x, weights, gate_up, down, gate_up_bias, down_bias = operands
     features, width, dtype = x.shape[1], down.shape[-1], gate_up.dtype

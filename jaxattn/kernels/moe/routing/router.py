@@ -46,8 +46,8 @@ def refuse(logits: jax.Array, experts: int, *, interpret: bool) -> None:
     require_hopper("route", interpret=interpret)
     if experts % LEAST or not 0 < experts <= MOST_EXPERTS or logits.size == 0:
         raise Refusal(
-            f"route: the kernel has a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
-            f"some tokens; got logits {tuple(logits.shape)}"
+            f"route: the kernel needs a multiple of {LEAST} experts, at most {MOST_EXPERTS}, and "
+            f"at least one token; got logits {tuple(logits.shape)}"
         )
 
 

@@ -72,7 +72,7 @@ def open_tensors(
     names = {name: hub_name(name) for name in header.tensors if name != ROPE}
     if unknown := [repr(name) for name, own in names.items() if own is None]:
         raise CheckpointError(
-            f"{header.path} holds tensors that the model does not have: "
+            f"{header.path} contains tensors that the model does not have: "
             f"{short_list(unknown, width=200)}"
         )
     tensors, encodings = dict[str, TensorEntry](), dict[str, GgufEncoding]()

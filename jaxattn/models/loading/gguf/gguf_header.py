@@ -154,7 +154,7 @@ def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
     if number not in TYPES:
         known = ", ".join(each.name for each in TYPES.values())
         other = OTHERS.get(number, f"number {number:,}")
-        raise ValueError(f"holds {name!r:.80} of type {other}; supported types are {known}")
+        raise ValueError(f"contains {name!r:.80} of type {other}; supported types are {known}")
     kind = TYPES[number]
     if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.numbers:
         raise ValueError(

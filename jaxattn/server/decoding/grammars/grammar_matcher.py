@@ -120,5 +120,5 @@ class GrammarMatcher:
 def _unfollowed(param: str, matcher: llguidance.LLMatcher) -> ApiError:
     """Returns a 400 error with llguidance's message, without the dump of its state."""
     said = " ".join(matcher.get_error().split("<state>")[0].split())[:300]
-    said = said.replace("NoExtensionBias", "no text follows it")
-    return bad(param, f"{param} cannot be followed: {said}; change or simplify it")
+    said = said.replace("NoExtensionBias", "no text matches it")
+    return bad(param, f"{param} cannot be enforced: {said}; change or simplify it")

@@ -55,7 +55,7 @@ def schema_text(schema: Mapping[str, Any], param: str) -> str:
     try:
         return json.dumps({**held, "x-guidance": OPTIONS}, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
-        raise _refused(param, f"is no JSON: {error}") from error
+        raise _refused(param, f"is not valid JSON: {error}") from error
 
 
 class _Rewriting:
@@ -68,7 +68,7 @@ class _Rewriting:
         if not isinstance(given, dict):
             return given  # true, false, or a value that llguidance rejects
         if not depth:
-            raise _refused(where, f"lies deeper than {MOST_DEPTH} schemas in each other")
+            raise _refused(where, f"is nested more than {MOST_DEPTH} schemas deep")
         made = {key: value for key, value in given.items() if key != "x-guidance"}
         for key in ONE:
             if key in made and not isinstance(made[key], list):
@@ -169,7 +169,9 @@ def _inner(value: float, most: int, *, lower: bool, where: str) -> int:
         ApiError: 400 if no number within the bound is small enough.
     """
     if (value > most) if lower else (value < -most):
-        raise _refused(where, f"is {value}, and bounds can be up to {most:,}")
+        raise _refused(
+            where, f"is {value}, but only bounds from -{most:,} to {most:,} are supported"
+        )
     if abs(value) >= most:
         return -most if lower else most
     found = float(value)
@@ -184,10 +186,14 @@ def _check_value(value: Any, where: str) -> None:
         case bool() | None | str():
             return
         case int() if abs(value) > MOST_EXACT:
-            raise _refused(where, f"is {value}, and the grammar's integers end at 2**53; use text")
+            raise _refused(
+                where, f"is {value}, but the grammar supports integers up to 2**53; use a string"
+            )
         case float() if abs(value) > MOST_EXACT or float(f"{value:.{MOST_DIGITS}g}") != value:
             raise _refused(
-                where, f"is {value!r}, and the grammar's numbers have up to {MOST_DIGITS} digits"
+                where,
+                f"is {value!r}, but the grammar supports numbers up to 2**53 with at most "
+                f"{MOST_DIGITS} digits",
             )
         case list():
             for place, each in enumerate(value):
@@ -199,4 +205,4 @@ def _check_value(value: Any, where: str) -> None:
 
 def _refused(where: str, message: str) -> ApiError:
     param = where.split(".")[0]
-    return bad(param, f"{param} cannot be followed: {where[:200]} {message}")
+    return bad(param, f"{param} cannot be enforced: {where[:200]} {message}")

@@ -24,7 +24,7 @@ class _Integer(_Number):
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 # Numbers stay text, so no number has too many digits or too large an exponent.
@@ -43,7 +43,7 @@ def parsed(text: str) -> Any:
     try:
         return _DECODER.decode(text)
     except RecursionError:
-        raise ValueError("it is too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def compacted(text: str) -> str:

@@ -46,7 +46,7 @@ async def create_response(service: Service, exchange: HttpRequest) -> None:
     with service.entered() as ticket, renamed_errors(NAMES):
         fields = await exchange.fields()
         if len(fields.object("metadata").values) > MOST_METADATA:
-            raise fields.wrong("metadata", f"an object of at most {MOST_METADATA} keys")
+            raise fields.wrong("metadata", f"an object with at most {MOST_METADATA} keys")
         items = conversation(service, fields)
         stores, streamed = fields.flag("store", True), fields.flag("stream")
         tools = ResponseTools(fields)

@@ -64,10 +64,12 @@ def as_chat(fields: JsonFields, items: Sequence[Any], tools: ResponseTools) -> J
 def refuse_unstored(fields: JsonFields) -> None:
     """Raises ApiError 400 for fields that refer to objects which this server does not store."""
     if fields.flag("background"):
-        raise bad("background", "background is not supported; leave it out, and read a stream")
+        raise bad(
+            "background", "background is not supported; leave it out, and use stream: true instead"
+        )
     for name in ("conversation", "prompt"):
         if fields.given(name):
-            raise bad(name, f"{name} is not supported, since nothing is stored here but responses")
+            raise bad(name, f"{name} is not supported, because the server stores only responses")
 
 
 def input_items(fields: JsonFields) -> list[Any]:
@@ -80,7 +82,7 @@ def input_items(fields: JsonFields) -> list[Any]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not given or len(given) > MOST_ITEMS:
-        raise fields.wrong("input", f"a text, or a list of 1 to {MOST_ITEMS:,} items")
+        raise fields.wrong("input", f"a string, or a list of 1 to {MOST_ITEMS:,} items")
     return given
 
 
@@ -112,7 +114,7 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         id, name = item.text("call_id", 256), item.text("name", MOST_NAME)
         if not id or not name:
-            raise item.wrong("name" if id else "call_id", "a text")
+            raise item.wrong("name" if id else "call_id", "a nonempty string")
         arguments = item.text("arguments") or "{}"
         if kind == "custom_tool_call":
             arguments = _custom_arguments(item.text("input") or "")
@@ -120,10 +122,12 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
     elif kind in ("function_call_output", "custom_tool_call_output"):
         id = item.text("call_id", 256)
         if not id:
-            raise item.wrong("call_id", "a text")
+            raise item.wrong("call_id", "a nonempty string")
         found.result(id, text_of(item.values.get("output"), item.name("output"), TEXTS))
     elif not isinstance(kind, str) or not _hosted(kind):
-        raise item.wrong("type", "a message, a reasoning item, or a tool's call or output")
+        raise item.wrong(
+            "type", "the type of a message, a reasoning item, a tool call or a tool output"
+        )
 
 
 def _hosted(kind: str) -> bool:

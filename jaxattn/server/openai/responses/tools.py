@@ -48,7 +48,7 @@ class ResponseTools:
             return
         name = tool.text("name", MOST_NAME)
         if not name:
-            raise tool.wrong("name", f"a text of 1 to {MOST_NAME} characters")
+            raise tool.wrong("name", f"a string of 1 to {MOST_NAME} characters")
         own = f"{space}__{name}" if space and name in self._places else name
         self._places[own], self._kinds[own] = (space, name), str(kind)
         function: dict[str, Any] = {"name": own, "parameters": CUSTOM}

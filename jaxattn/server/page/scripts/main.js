@@ -19,7 +19,7 @@ const PHASES = {
   ready: ["ready", "good"],
   draining: ["shutting down", "bad"],
   failed: ["failed", "bad"],
-  key: ["a key is needed", "busy"],
+  key: ["API key required", "busy"],
   connection: ["no connection", "bad"],
 };
 

@@ -258,7 +258,7 @@ def test_a_nan_that_a_row_sees_stays_in_it():
 def test_a_schedule_of_another_window_is_refused(made_for):
     case = gqa_case([70], group=1, kv_heads=1, dim=64, window=50)
     other = dataclasses.replace(cut_at(case, [(0, 0)]), window=made_for)
-    with pytest.raises(ValueError, match="the schedule was made for window"):
+    with pytest.raises(ValueError, match="schedule is for window"):
         launch_gqa_decode(*case.args, scale=0.1, layer=1, window=50, schedule=other, interpret=True)
 
 
@@ -268,7 +268,7 @@ def test_counts_of_another_number_of_tiles_are_refused():
     schedule = cut_at(case, [(0, 0)])
     schedule = dataclasses.replace(schedule, arrived=schedule.arrived_of(1))
     assert len(schedule.arrived_of(1)) == 2
-    with pytest.raises(ValueError, match="arrivals of 2 tiles, and this call has 4"):
+    with pytest.raises(ValueError, match="arrivals of 2 tiles, but this call has 4"):
         schedule.arrived_of(2)
 
 

@@ -251,8 +251,8 @@ def test_attention_without_a_cache_and_its_gradient(implementation):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(dim=32), "head_dim 64, 128 or 256, and got 32"),
-        (dict(dtype=np.float32), "q of bfloat16 or float16, and got float32"),
+        (dict(dim=32), "head_dim 64, 128 or 256, got 32"),
+        (dict(dtype=np.float32), "q in bfloat16 or float16, got float32"),
     ],
 )
 def test_refuses_what_it_does_not_serve(change, words):

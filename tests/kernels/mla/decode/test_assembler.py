@@ -42,7 +42,9 @@ def test_a_kernel_by_name_is_refused_with_words(format, plain, monkeypatch):
     monkeypatch.setattr(launch, "plain_copies", lambda: plain)
     cache = jax.ShapeDtypeStruct((1, 64, 656 if format == "uint8" else 576), format)
     refused = format == "uint8" and not plain
-    wanted = pytest.raises(Refusal, match="needs ptxas of CUDA 13") if refused else nullcontext()
+    wanted = (
+        pytest.raises(Refusal, match="needs the ptxas of CUDA 13") if refused else nullcontext()
+    )
     with wanted:
         launch.refuse_assembler(cache)
 
@@ -67,7 +69,7 @@ def test_what_this_machines_assembler_makes_of_it():
     if device.plain_copies():
         assert_mla_close(some.held, *decode(some, "mosaic_gpu"))
     else:
-        with pytest.raises(Refusal, match="needs ptxas of CUDA 13"):
+        with pytest.raises(Refusal, match="needs the ptxas of CUDA 13"):
             kernel(*case.args, scale=case.scale, columns=True, interpret=False, layer=case.layer)
     outs = mla.mla_decode(
         *case.args, scale=case.scale, layer=case.layer, implementation="mosaic_gpu"

@@ -468,7 +468,7 @@ def test_more_rows_than_blocks_at_real_shapes():
 def test_a_schedule_of_another_batch_is_an_error():
     case = mla_case([64, 3], heads=2)
     schedule = decode_schedule(case.seq_lens[:1], q_len=1, num_heads=2, max_pages=1)
-    with pytest.raises(ValueError, match=r"schedule is of 1 rows, q \(2, 1, 2, 576\) has 2"):
+    with pytest.raises(ValueError, match=r"schedule is for 1 rows, but q \(2, 1, 2, 576\) has 2"):
         mla.mla_decode(*case.args, scale=1.0, layer=0, schedule=schedule)
 
 
@@ -479,7 +479,9 @@ def test_a_schedule_of_another_width_is_an_error():
         case.seq_lens, q_len=1, num_heads=2, max_pages=13, batch_invariant=True
     )
     case.block_tables = jnp.pad(case.block_tables, ((0, 0), (0, 200)))
-    words = "schedule is of rows of up to 13 times 64 tokens, block_tables and kv_cache have 215"
+    words = (
+        "schedule is for rows of up to 13 times 64 tokens, but block_tables and kv_cache have 215"
+    )
     with pytest.raises(ValueError, match=words):
         run(case, None, layer=0, schedule=schedule)
 

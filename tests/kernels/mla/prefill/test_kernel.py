@@ -351,7 +351,7 @@ def test_prefill_without_a_prefix_and_its_gradient(implementation):
         (128, 128, jnp.bfloat16, "64 \\+ 64 and 128"),
         (256, 192, jnp.bfloat16, "192 \\+ 64 and 192"),
         (192, 64, jnp.bfloat16, "128 \\+ 64 and 64"),
-        (192, 128, jnp.float32, "bfloat16 and float16, and got float32"),
+        (192, 128, jnp.float32, "bfloat16 or float16, got float32"),
     ],
 )
 def test_refuses_what_it_does_not_serve(q_dim, v_dim, dtype, words):

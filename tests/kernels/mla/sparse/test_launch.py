@@ -98,7 +98,7 @@ def shapes(cache=(2, 4, 64, 576), dtype="bfloat16", q="bfloat16", dim=576, **giv
     ("call", "said"),
     [
         (shapes(dim=512), "qk_rope_head_dim 64"),
-        (shapes(cache=(2, 4, 64, 640)), "576 numbers a token"),
+        (shapes(cache=(2, 4, 64, 640)), "576 numbers per token"),
         (shapes(dtype="float32", q="float32"), "both bfloat16 or both float16"),
         (shapes(dtype="uint8", cache=(2, 4, 64, 656), q="float16"), "with an FP8 cache"),
         (shapes(cache=(2, 4, 48, 576)), "pages of 16, 32, 64 or 128"),

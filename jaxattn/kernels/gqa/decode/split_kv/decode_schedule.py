@@ -85,8 +85,8 @@ class PairSchedule:
             return zero_counts(jnp.repeat(self.line.slots[1], tiles))
         if len(self.arrived) != self.line.slots.shape[-1] * tiles:
             raise ValueError(
-                f"gqa_decode: the schedule counts arrivals of {len(self.arrived)} tiles, and this "
-                f"call has {self.line.slots.shape[-1] * tiles}; make it with gqa.decode_schedule "
+                f"gqa_decode: schedule counts the arrivals of {len(self.arrived)} tiles, but this "
+                f"call has {self.line.slots.shape[-1] * tiles}; create it with gqa.decode_schedule "
                 "from this call's num_heads and head_dim"
             )
         return self.arrived
@@ -106,8 +106,8 @@ class PairSchedule:
         for (name, has), wanted in zip(made.items(), asked, strict=True):
             if has != wanted:
                 raise ValueError(
-                    f"{op}: the schedule was made for {name} = {has}, and this call has {wanted}; "
-                    "make it with gqa.decode_schedule from this call's lengths, shapes and window"
+                    f"{op}: schedule is for {name} = {has}, but this call has {wanted}; create it "
+                    "with gqa.decode_schedule from this call's lengths, shapes and window"
                 )
 
 

@@ -75,7 +75,7 @@ def oversubscribe(
         cost: The cost of a pair beyond its steps, in steps.
         cut: Whether pairs may be split here that `line` does not split.
     """
-    assert line.order is not None, "of more pairs than parts there is an order"
+    assert line.order is not None, "with more pairs than parts, the schedule has an order"
     usual, place = line.parts, jnp.arange(pages.shape[0], dtype=jnp.int32)
     halves, shorts = tail_of(usual) if cut else (0, 0)
     parts = most_parts(pages.shape[0], usual, halves * (HALF - 1) + shorts * (SHORT - 1))

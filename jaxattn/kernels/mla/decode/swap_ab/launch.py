@@ -47,8 +47,8 @@ def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
     quantized = LatentFormat(kv_cache.dtype, rank, rope).quantized
     if rank != RANK or rope not in ((ROPE,) if quantized else (0, ROPE)):
         raise Refusal(
-            "mla_decode: the kernel has kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or of a "
-            f"16-bit cache 0 (D=512), and got kv_lora_rank={rank} with D={rank + rope} and a "
+            "mla_decode: the kernel needs kv_lora_rank 512 and qk_rope_head_dim 64 (D=576), or 0 "
+            f"with a 16-bit cache (D=512), got kv_lora_rank={rank} with D={rank + rope} and a "
             f"{kv_cache.dtype.name} cache"
         )
     if quantized:
@@ -57,9 +57,8 @@ def refuse_swap_ab(q: Any, kv_cache: Any, kv_lora_rank: int) -> None:
         fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.dtype == kv_cache.dtype
     if not fits:
         raise Refusal(
-            "mla_decode: the kernel wants q and kv_cache both bfloat16 or both float16, or q "
-            f"bfloat16 with an FP8 cache, and got q {q.dtype.name}, kv_cache "
-            f"{kv_cache.dtype.name}"
+            "mla_decode: the kernel needs q and kv_cache both bfloat16 or both float16, or q "
+            f"bfloat16 with an FP8 cache, got q {q.dtype.name}, kv_cache {kv_cache.dtype.name}"
         )
 
 

@@ -41,7 +41,7 @@ export async function call(path, { body, signal } = {}) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server does not answer. It may have ended, or the network may be down.");
+    throw new ServerError("The server does not respond. It may have stopped, or the network may be down.");
   }
   if (response.ok) return response;
   let found = {};

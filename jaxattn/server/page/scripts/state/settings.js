@@ -76,10 +76,10 @@ function readTools() {
   try {
     tools = JSON.parse(text);
   } catch (error) {
-    throw new SettingError("tools", `Tools are no JSON: ${error.message}`);
+    throw new SettingError("tools", `Tools are not valid JSON: ${error.message}`);
   }
   const wrong = !Array.isArray(tools) || tools.some((tool) => typeof tool?.function?.name !== "string");
-  if (wrong) throw new SettingError("tools", "Tools must be a list like the example: each has a function with a name");
+  if (wrong) throw new SettingError("tools", "Tools must be a list like the example: each tool needs a function with a name");
   return tools;
 }
 

@@ -147,7 +147,7 @@ export class AnswerView {
       { class: "note error" },
       icon("alert"),
       element("div", { class: "grow" },
-        element("strong", { text: this.message.content ? "The answer is cut" : "No answer" }),
+        element("strong", { text: this.message.content ? "The answer is incomplete" : "No answer" }),
         element("p", { class: "message-text", text: error.message }),
         place ? element("p", { class: "meta", text: place }) : null),
       this.message.content ? this.button("Continue", "forward", this.actions.resume, "resume") : null,

@@ -80,8 +80,8 @@ export class Welcome {
 
   *key() {
     yield element("div", { class: "mark lock" }, icon("key"));
-    yield element("h2", { text: "This server asks for a key" });
-    yield element("p", { class: "lead", text: "The key stays in this tab, and goes to this server only." });
+    yield element("h2", { text: "This server requires an API key" });
+    yield element("p", { class: "lead", text: "The key stays in this tab and is sent only to this server." });
     const field = element("input", { id: "key", type: "password", autocomplete: "off", required: true, "aria-label": "API key", placeholder: "API key" });
     const form = element("form", { class: "key" }, field, element("button", { type: "submit", class: "primary", text: "Use key" }));
     form.addEventListener("submit", (event) => {
@@ -91,13 +91,13 @@ export class Welcome {
       this.retry();
     });
     yield form;
-    if (apiKey()) yield element("p", { class: "problem", role: "alert", text: "The server refused this key." });
+    if (apiKey()) yield element("p", { class: "problem", role: "alert", text: "The server rejected this key." });
   }
 
   *connection() {
     yield element("div", { class: "mark lock" }, icon("alert"));
-    yield element("h2", { text: "The server does not answer" });
-    yield element("p", { class: "lead", text: "It may have ended. The page tries again every second." });
+    yield element("h2", { text: "The server does not respond" });
+    yield element("p", { class: "lead", text: "It may have stopped. The page tries again every second." });
   }
 }
 
