@@ -71,6 +71,8 @@ class Region:
 class ArenaSpec:
     """The scratch that an op or a whole step needs. A spec is hashable, and needs no device.
 
+    An arena has one flat buffer for each dtype, a lane, which holds the regions of that dtype.
+
     Create the spec of an op with `ArenaSpec.of`. Combine specs of ops that run one after another
     with `|` (the maximum of each lane), and specs that are live at the same time with `+` (the
     sum). `ArenaSpec()` is empty, and the identity of both operators:
@@ -171,9 +173,9 @@ class Arena:
     `arena.persistent['name']`.
 
     Attributes:
-        lanes: dtype name -> flat buffer.
-        persistent: name -> buffer with its own shape.
-        start: dtype name -> first element that regions may use: 0, unless `after` moved it.
+        lanes: The flat buffers, by dtype name.
+        persistent: The persistent buffers, by name, each with its own shape.
+        start: The first element that regions may use, by dtype name; 0 unless `after` moved it.
     """
 
     lanes: dict[str, Shaped[Array, " elements"]]
@@ -325,8 +327,9 @@ class Arena:
         return self._with(region.dtype, buffer.reshape(-1))
 
     def after(self, spec: ArenaSpec) -> Self:
-        """The same buffers for an op that must not write to `spec`'s regions: the other part of a
-        `+`.
+        """The same buffers, in which an op's regions begin after those of `spec`.
+
+        Use this method for the second part of a `+`, whose op must not write to the first part:
 
             first, second = mla.scratch(...), gdn.scratch(...)   # allocated from first + second
             out, lse, arena = mla_decode(..., arena=arena)
@@ -345,7 +348,7 @@ class Arena:
         return dataclasses.replace(self, start=_items(dict(self.start) | start))
 
     def join(self, rest: "Arena") -> Self:
-        """Ends `after`: the arena with the buffers of `rest`, and with its own start."""
+        """Reverses `after`: the buffers of `rest`, with the start of this arena."""
         return dataclasses.replace(self, lanes=rest.lanes, persistent=rest.persistent)
 
     def poison(self) -> Self:

@@ -6,9 +6,10 @@ For each value head, with log decay `g_t`, writing strength `beta_t` and state `
     S   <- S + beta_t (v_t - S k_t) k_t^T
     o_t  = scale * S q_t
 
-The state is always value-first, `[..., Hv, Dv, Dk]` and float32, as in vLLM, SGLang and FlashInfer
-(FLA's `state_v_first=True`). Tiles of decode are therefore whole rows. Tiles of columns would take
-as long in float32, and up to 7% longer in bfloat16 (benchmarks/LOG.md). Value head h uses key head
+The state is always value-first, `[..., Hv, Dv, Dk]`, as in vLLM, SGLang and FlashInfer (FLA's
+`state_v_first=True`). The ops compute with float32 states; a pool may store them in bfloat16. The
+decode kernel divides a state into tiles of whole rows. Tiles of columns would take as long in
+float32, and up to 7% longer in bfloat16 (benchmarks/LOG.md). Value head h uses key head
 `h // (Hv // Hk)`.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (2024). Qwen3-Next and Qwen3.5 use this

@@ -41,10 +41,12 @@ _SMALL: dict[str, Any] = {
 class Limits:
     """The sizes for which an engine is compiled and allocated.
 
-    If you leave out `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`,
-    `decode_buckets`, `prefill_buckets` or, without `num_pages`, `utilization`, or give None,
-    `engine.startup.default_limits.choose_limits` chooses them for the model and its device. Until
-    then they hold small values, and `unset` names them. `choose_limits` keeps every given value.
+    If you leave out the following limits or pass None,
+    `engine.startup.default_limits.choose_limits` chooses them for the model and its device:
+    `batch`, `max_model_len`, `prefill_chunk`, `prefill_rows`, `checkpoints`, `decode_buckets` and
+    `prefill_buckets`. Without `num_pages`, `choose_limits` also chooses `utilization`. Until then
+    the sizes have small values, and `unset` names the limits. `choose_limits` keeps every given
+    value.
 
     Attributes:
         batch: The number of rows that decode together, and of state slots.
@@ -97,12 +99,13 @@ class Limits:
         reserved_bytes: The bytes of each device that the plan leaves to other users in the process,
             such as a trainer's optimizer. The plan already counts arrays that exist before the
             engine.
-        spread: The number of GPUs over which the pages of a row are distributed, each with one page
-            of every stripe. `prepare` sets it, from `Parallel.context`.
+        spread: The number of GPUs over which the pages of a row are distributed. Each GPU has one
+            page of every stripe of `spread` consecutive pages. `prepare` sets it, from
+            `Parallel.context`.
         groups: The number of data groups. Each group has an equal share of the rows, and its own
             pages and slots; `num_pages` is per group. `prepare` sets it, from `Parallel.data`.
-        native_layers: The number of attention layers, both at the start and at the end of the
-            model, that keep the model's own cache format.
+        native_layers: The number of attention layers at each end of the model that keep the model's
+            own cache format.
         q_lens: The tokens per row for which decode executables are compiled. `Engine.generate` uses
             only 1. Others are planned, compiled and warmed up for callers of `Engine.executables`
             that append several tokens in a step, and get the logits after the last one.
@@ -285,8 +288,9 @@ class Limits:
 
     @property
     def longest_row(self) -> int:
-        """The most tokens of a prompt and its answer, by `max_model_len` and by the number of
-        pages. The cache never holds a row's last token, but it holds a draft after it."""
+        """The maximum number of tokens of a prompt and its answer, which `max_model_len` and the
+        number of pages limit. The cache never holds a row's last token, but it holds a draft after
+        that token."""
         return min(self.max_model_len, self.pages * self.page_tokens - self.speculate + 1)
 
     @property

@@ -102,9 +102,9 @@ def check_aliasing(
     unaliased outputs grow with the number of layers.
 
     A gather is not a copy, nor is a slice that XLA fused into the op that reads it. A `copy`
-    instruction larger than temp does not count: it has no second buffer, so XLA made it a no-op. A
-    result as large as the leaf that is computed next to the leaf's new value is temp, so give
-    `shallower` to find it.
+    instruction larger than temp does not count: it has no second buffer, so XLA made it a no-op. If
+    a step computes a leaf's new value and another result of the same size, that result is temp.
+    Pass `shallower` to find such a result.
 
     Args:
         compiled: `jax.jit(step, donate_argnames=...).lower(...).compile()`, on any backend.
@@ -113,7 +113,8 @@ def check_aliasing(
         exclude: Parts of leaf names. Donated leaves whose name contains one are not checked.
         shallower: The same step, compiled for fewer layers.
         layers: The numbers of layers of `compiled` and `shallower`; needed with `layer_bytes`.
-        layer_bytes: The temp or unaliased output bytes that each layer's own inputs explain.
+        layer_bytes: The bytes that each layer may add to temp or to unaliased outputs, because of
+            its own inputs.
 
     Raises:
         TypeError: `compiled` or `shallower` is not a compiled step.

@@ -184,7 +184,7 @@ class Linear(nnx.Module):
         biases: "Sequence[LinearBias]" = (),
         give: bool = False,
     ) -> tuple[Float[Array, "*T N"], ...]:
-        """`module(x)` for each module of this class; see `linears`.
+        """`module(x)` for each of `modules`, which all have this class; see `linears`.
 
         Args:
             biases: one bias for each module, or none.

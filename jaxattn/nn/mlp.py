@@ -16,7 +16,9 @@ from jaxattn.ops.linear.linear import gated_layer
 
 
 class GatedMLP(nnx.Module):
-    """SwiGLU, `down_proj(silu(gate_proj(x)) * up_proj(x))`: x [*T, hidden] -> float32, the same.
+    """SwiGLU of x [*T, hidden], `down_proj(silu(gate_proj(x)) * up_proj(x))`.
+
+    The result is float32 and has x's shape.
 
     Differentiable in reverse mode only: `jax.grad` works, `jax.jvp` raises TypeError.
 

@@ -59,9 +59,10 @@ class MixtureOfExperts(nnx.Module):
         (`core.numerics.fp8_block_scaling`)
         4-bit experts are tiles with their scales, uint8 (`core.numerics.four_bit_tiles`):
         gate_up_proj [E, 2, I / 64, hidden / C, bytes], down_proj [E, hidden / 64, I / C, bytes]
-        shared: a `GatedMLP` of `shared_size` columns, unless these are a whole number of experts.
-        In this case the last experts of both stacks, after the router's E, are the shared experts,
-        and every token uses them.
+        shared: a `GatedMLP` of `shared_size` columns, unless both stacks hold the shared experts
+        (`experts_of_shared`), which requires that `shared_size` is a multiple of I. The last
+        experts of the stacks, after the router's E, are then the shared experts, and every token
+        uses them.
 
     Differentiable in reverse mode, also in the chosen experts' weights, unless these are quantized.
 
@@ -81,9 +82,9 @@ class MixtureOfExperts(nnx.Module):
             None: all experts.
         fp8: the `fp8` argument of a separate shared MLP; see `GatedMLP`.
         dtype: dtype of the operands of all products, except for the products of the router and the
-            gate, which are float32. If `dtype` is bfloat16, `step` computes the latter with two
-            bfloat16 products each, and a call of the module with three (`moe/router_logits.py`).
-            The gradient of a call has bfloat16 products.
+            gate, which are float32. If `dtype` is bfloat16, `step` computes each product of the
+            router and the gate as two bfloat16 products, and a call of the module as three
+            (`moe/router_logits.py`). The gradient of a call has bfloat16 products.
 
     Raises:
         ValueError: `shared_gate` is given without shared experts, or `biases` or `activation` with
@@ -193,7 +194,9 @@ class MixtureOfExperts(nnx.Module):
         apart: bool = False,
         implementation: Implementation | None = None,
     ) -> tuple[Any, Arena | None]:
-        """The sum of the experts in a loop over layers, and the arena. Not differentiable on a GPU.
+        """The sum of one layer's experts, for a loop over layers, and the arena.
+
+        This method is not differentiable on a GPU.
 
         Args:
             stacks: the parameters `stacked_names` of all layers, each [L, ...], which replace the

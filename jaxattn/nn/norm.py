@@ -1,4 +1,4 @@
-"""Root-mean-square and layer normalisation as modules."""
+"""Root-mean-square and layer normalization as modules."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +11,7 @@ from jaxattn.core.validation.array_checks import check_features, check_sizes, fi
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight: x [*T, features] -> float32, the same (DeepSeek's convention).
+    """x / rms(x) * weight for x [*T, features], in float32 (DeepSeek's convention).
 
     Raises:
         TypeError: the dtype of x is not a floating dtype.
@@ -29,7 +29,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean(x)) / std(x) * weight + bias: x [*T, features] -> float32, the same.
+    """(x - mean(x)) / std(x) * weight + bias for x [*T, features], in float32.
 
     Raises:
         TypeError: the dtype of x is not a floating dtype.

@@ -37,12 +37,12 @@ class Parallel:
         expert: The number of GPUs over which whole experts are distributed. If it divides `tensor`,
             these are GPUs of one group; else of all groups, whose tokens are then combined. With 1,
             each group has all experts, divided by columns.
-        ordered: Whether sums over GPUs have a fixed order, wherever a token is in a step. `prepare`
-            sets it for exact mode.
+        ordered: Whether sums over GPUs have a fixed order, which does not depend on a token's place
+            in the step. `prepare` sets it for exact mode.
 
     Raises:
-        TypeError, ValueError: A number is not a positive integer or does not divide; the message
-            has the numbers that do.
+        TypeError, ValueError: A number is not a positive integer, or does not divide a number that
+            it must divide; the message says which numbers are possible.
     """
 
     data: int = 1

@@ -246,7 +246,7 @@ class Rotation(NamedTuple):
 def rotation(
     positions: Int[Array, "..."], config: RopeConfig, dtype: DTypeLike = jnp.float32
 ) -> Rotation:
-    """Returns the rotation by every position's angles, including YaRN's scale of lengths.
+    """Returns the rotation by every position's angles, times YaRN's factor of vector lengths.
 
     Raises:
         TypeError: `positions` are not integers.

@@ -73,8 +73,8 @@ class Request:
             derives it from `id`.
         stop_tokens: The tokens that end the row, and that the completion leaves out. A single one
             may be given as an integer.
-        stop_strings: The strings that end the row, with the token that completes one of them. They
-            need an engine with `detokenize`.
+        stop_strings: The strings that end the row. The row's last token is the one that completes a
+            stop string. Stop strings need an engine with `detokenize`.
         ends_at: A function that is called with each generated token, in the thread that runs the
             engine. The row ends with the token for which the function returns True; one more step
             may already be in flight, and is wasted. An exception in it ends all rows. Do not share

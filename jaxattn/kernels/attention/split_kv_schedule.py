@@ -140,7 +140,7 @@ class Schedule:
     @staticmethod
     def slot_of(slots: Any, index: Any) -> Any:
         """The slot of the partial result of a row's piece `index`; `slots` are the row's three or
-        four."""
+        four numbers in the schedule's `slots`."""
         apart = slots[3] if len(slots) > 3 else 2
         return jnp.where(index == 0, slots[0], slots[2] + apart * index)
 

@@ -57,8 +57,8 @@ def scratch(
     form: FourBitFormat | None = None,
     config: MoeTileConfig | None = None,
 ) -> ArenaSpec:
-    """Returns the scratch of `mixture_of_experts` in the arena, between and after the experts'
-    products.
+    """Returns the scratch of `mixture_of_experts` in the arena: the values between the experts'
+    products, and the experts' outputs.
 
     Args:
         tokens: T, padding included.

@@ -88,8 +88,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """A chunk of each row's prompt: caches its keys and values, and attends to these and to
-        earlier ones.
+        """Processes a chunk of each row's prompt: caches the chunk's keys and values, and attends
+        to these and to earlier ones.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
@@ -187,8 +187,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
         implementation: Implementation | None = None,
         **of_prompts: Any,
     ) -> tuple[Any, ...]:
-        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
-        product projects all tokens.
+        """Processes pieces of B rows' prompts in lines, followed by one token of each decoding
+        row. One product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
@@ -197,7 +197,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
             of_prompts: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
-            (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
+            (float32 [1, N, hidden], the cache, and the remaining results of `decode`).
         """
         positions = self._mixed_positions(lines, rows) if self.query_scaling else None
         projected = map(lines.split, self._projected(x, positions))

@@ -100,8 +100,8 @@ class MultiHeadLatentAttention(LatentProjections):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array]:
-        """A chunk of each row's prompt: caches its latents, and attends to these and to earlier
-        ones.
+        """Processes a chunk of each row's prompt: caches the chunk's latents, and attends to these
+        and to earlier ones.
 
         Args:
             x: the chunk, left-aligned; tokens from `query_lens[b]` on are padding.
@@ -225,8 +225,8 @@ class MultiHeadLatentAttention(LatentProjections):
         implementation: Implementation | None = None,
         **of_prompts: Any,
     ) -> tuple[Any, ...]:
-        """Pieces of B rows' prompts in lines, followed by one token of each decoding row. One
-        product projects all tokens.
+        """Processes pieces of B rows' prompts in lines, followed by one token of each decoding
+        row. One product projects all tokens.
 
         Args:
             x: the tokens of all lines, and of `rows`.
@@ -236,7 +236,7 @@ class MultiHeadLatentAttention(LatentProjections):
             of_prompts: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
-            (float32 [1, N, hidden], the cache, and what follows in the result of `decode`).
+            (float32 [1, N, hidden], the cache, and the remaining results of `decode`).
         """
         tokens = self._write_mixed(
             x, kv_cache, lines, block_tables, rows,

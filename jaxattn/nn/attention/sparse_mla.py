@@ -36,8 +36,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     Differentiable over whole sequences, for which attention runs in plain JAX. The choice of tokens
     has no gradient, so the indexer gets no gradient.
 
-    Parameters: those of `MultiHeadLatentAttention`, `indexer`, a `TokenIndexer`, and with `sinks`
-    sinks float32 [H].
+    Parameters: those of `MultiHeadLatentAttention`; indexer, which is a `TokenIndexer`; and with
+    `sinks`, sinks float32 [H].
 
     Args:
         q_lora_rank: the rank of the compressed queries, which the indexer also uses.
@@ -184,7 +184,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T hidden"], Array, IndexPages | None, Int[Array, "B T K"]]:
-        """A chunk of each row's prompt, as in `MultiHeadLatentAttention`.
+        """Processes a chunk of each row's prompt, as in `MultiHeadLatentAttention`.
 
         Args:
             index: the pages of the indexer's keys, with the layers and pages of `kv_cache`.
@@ -225,7 +225,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
     ) -> tuple[Any, ...]:
-        """Pieces of prompts in lines, and one token of each decoding row, as in
+        """Processes pieces of prompts in lines, and one token of each decoding row, as in
         `MultiHeadLatentAttention`.
 
         Args:
@@ -233,8 +233,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             indices: for a layer without an indexer, the choices [L, T, K] and [R, 1, K].
 
         Returns:
-            (float32 [1, N, hidden], the cache, the pages of keys, the choices, and what follows the
-            choice in the result of `decode`).
+            (float32 [1, N, hidden], the cache, the pages of keys, the choices, and the remaining
+            results of `decode`).
         """
         del seq_lens, query_lens  # each line has its own
         index = self._checked(kv_cache, index)

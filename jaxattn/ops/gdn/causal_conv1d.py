@@ -60,8 +60,9 @@ def causal_conv1d(
         activation: "silu" or None.
         initial_state: The W - 1 inputs before each sequence, oldest first; None means zeros. n is
             B, or with cu_seqlens the number of sequences.
-        output_final_state: Whether to return the last W - 1 inputs too, in initial_state's dtype
-            (without one in x's). A zero-length sequence returns its initial state bit for bit.
+        output_final_state: Whether to return the last W - 1 inputs too, in the dtype of
+            initial_state, or of x if initial_state is None. A zero-length sequence returns its
+            initial state bit for bit.
         cu_seqlens: Token offsets of n sequences packed in one row (B = 1), starting at 0. Tokens
             past the last offset are padding: they may hold NaN and their y is 0.
 

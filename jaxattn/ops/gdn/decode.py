@@ -51,8 +51,8 @@ def gated_delta_rule_decode(
 ) -> tuple[Any, ...]:
     """Processes S more tokens of each row, and reads and writes the state in a pool.
 
-    `jaxattn.gdn.gated_delta_net_decode` fuses the same with a layer's convolution, gates and gated
-    norm. Use this op for models whose convolution, gates or norm differ.
+    `jaxattn.gdn.gated_delta_net_decode` fuses the recurrence with a layer's convolution, gates and
+    gated norm. Use this op for models whose convolution, gates or norm differ.
 
     Args:
         q, k, v: Arrays of one dtype. The recurrence itself is float32.

@@ -120,8 +120,8 @@ def gated_delta_net_decode(
             meaningless.
         scale: Factor of the delta rule's output. None means Dk**-0.5.
         eps: Epsilon of the norm over Dv.
-        halves: Whether to add to each column of `b | a` the one 2 Hv columns further, because the
-            projection multiplied two parts of its weights separately.
+        halves: Whether the projection multiplied two parts of its weights separately. The op then
+            adds the second 2 Hv columns of `ba` to the first 2 Hv columns, `b | a`.
         arena: Scratch memory of at least `scratch(...)`; y is then a view of it, valid until the
             next op that uses the arena.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.

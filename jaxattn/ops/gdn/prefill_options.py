@@ -31,7 +31,7 @@ class Checkpoints:
     Attributes:
         slots: `slots[i, j]` receives sequence i's state after `(j + 1) * tokens` tokens. -1 stores
             nothing, and entries past a sequence's end are ignored. The rules of `write_indices`
-            hold for both together.
+            hold for these slots and those of `write_indices` together.
         tokens: Distance of the checkpoints, a multiple of chunk_size, counted from each sequence's
             first token in the call. If a prompt comes in parts, make each part a multiple of
             `tokens` too.

@@ -139,7 +139,7 @@ def gqa_append(
     gates: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Array, ...]:
-    """Norms and rotates each row's new queries and keys, and caches keys and values.
+    """Normalizes and rotates each row's new queries and keys, and caches keys and values.
 
     Args:
         q: Queries from the projection, neither normed nor rotated. E is D, or 2 D if each head's

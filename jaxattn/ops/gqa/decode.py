@@ -130,9 +130,10 @@ def gqa_decode(
         gate: If given, the output is multiplied by sigmoid(gate), in float32. Kernels round the
             gate to q's dtype first.
         schedule: `decode_schedule` of these `seq_lens`, shapes and window. All layers of a step can
-            share it, one call after another, because calls count in its `arrived`. Without it each
-            call computes the schedule in one or two dozen small kernels. If a row's length differs
-            from the schedule's, its output and LSE are NaN. XLA only checks the argument.
+            share the schedule. Their calls must run one after another, because all of them use the
+            schedule's counters, `arrived`. Without a schedule each call computes one in one or two
+            dozen small kernels. If a row's length differs from the schedule's, its output and LSE
+            are NaN. XLA only checks the argument.
         arena: The arena whose region "out" of `scratch` receives the kernel's output. `out` is then
             a view of it, valid until the next write to the arena. XLA returns the arena unchanged.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.

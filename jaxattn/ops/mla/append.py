@@ -64,7 +64,7 @@ def mla_append(
     layer: int | Int[Array, ""] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Array | None, Array]:
-    """Caches each row's new tokens and norms the compressed queries.
+    """Writes each row's new tokens to the cache, and normalizes the compressed queries.
 
     Args:
         kv: Output of kv_a_proj: R dims to norm, then P dims to rotate.

@@ -129,8 +129,8 @@ def mla_cache_write(
         kv_cache: A stack of layers (with `layer`) or one layer's pages, in a format of
             `LatentFormat`. Ds is D, or 656 bytes for 512 + 64 in a block-scaled cache (uint8). FP8
             numbers saturate, and Inf becomes NaN.
-        latent: Latents of the new tokens: R dims, then P dims, which are rotated already or by
-            `rotation`.
+        latent: Latents of the new tokens: R dims, then P dims. With `rotation` the op rotates the
+            P dims; without it, they must be rotated already.
         block_tables: int32 page ids. Those within a row's length must be from 0 to N - 1.
         seq_lens: int32 number of tokens of each row, the new ones included, at most M * C.
         query_lens: int32 number of new tokens of each row, at most S. None means S.

@@ -221,8 +221,8 @@ def mla_prefill(
         query_lens: int32 number of new tokens of each row, at most T.
         scale: Factor of the scores; see `jaxattn.core.numerics.rope.softmax_scale`.
         lines: int32 row of each line of q and latent [lines, T, ...], ascending; B for a line
-            without a row. A row's new tokens continue from one of its lines to the next, up to the
-            capacity of all lines, and only its last line has padding. None means that row b has
+            without a row. A row's new tokens fill its lines one after another, so only the row's
+            last line has padding; `query_lens` may be up to lines * T. None means that row b has
             line b. The kernel needs lines of a multiple of 128 tokens, and pages of a multiple of
             8. Calls with lines are not differentiable.
         layer: Index into the stack, a Python int or a traced scalar.

@@ -94,9 +94,9 @@ def mixture_of_experts(
             regions of `scratch`.
         listed: The kernels' work list for these `ids` and this x, if `choose_experts` returned one.
             None means that the op creates it.
-        apart: Whether the kernels leave the sum over experts to the next op, which needs an arena.
-            The result is then an `ExpertOutputs`, whose `total` is the array and reads the arena's
-            current contents.
+        apart: Whether the kernels leave the sum over experts to the next op. Ignored without an
+            arena. The result is then an `ExpertOutputs`, whose `total` computes the array from the
+            arena's current contents.
         implementation: "mosaic_gpu", "mosaic_gpu_interpret", "xla", or None for the best available.
             The kernels require F and I to be multiples of 64 (FP8: 128), and multiply bfloat16 or
             float16 numbers.

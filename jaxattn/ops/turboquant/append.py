@@ -34,7 +34,7 @@ def turbo_append(
     layer: Array | int | LayerIndex | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B S H D"], Array]:
-    """Norms and rotates each row's new queries and keys, and caches codes of keys and values.
+    """Normalizes and rotates each row's new queries and keys, and caches codes of keys and values.
 
     The op is `gqa_append` for a cache of `turbo_cache_write`, for one token per row or a whole
     chunk.

@@ -51,9 +51,9 @@ def mla_sparse_decode(
 ) -> tuple[Any, ...]:
     """Computes the attention of each row's last S tokens over chosen tokens of its cached latents.
 
-    Token s attends to the positions in indices[b, s], except those beyond its own. Otherwise the op
-    behaves as `mla_decode`: the places of the tokens, the results of padding, and what tables and
-    caches may hold outside the rows' tokens.
+    Token s attends to the positions in indices[b, s], except those beyond its own. Tokens have the
+    same places as in `mla_decode`, and padding has the same results. Tables and caches may hold
+    anything outside the rows' tokens, as in `mla_decode`.
 
     Args:
         q: Absorbed queries, or the pair of their R and P dims; see `mla_decode`.

@@ -39,7 +39,7 @@ def mla_index(
     k_scale: Float[Array, "L N C"] | Float[Array, "N C"] | None = None,
     implementation: Implementation | None = None,
 ) -> Int[Array, "B S K"]:
-    """Returns the `top_k` positions of its row that each new token attends to.
+    """Returns, for each new token, the `top_k` positions of its row that the token attends to.
 
     The score of position t is the sum over index heads of weights_h * relu(q_h . k_t), in float32.
     Token s of a row sees the positions up to its own, seq_lens - query_lens + s, as in

@@ -51,9 +51,10 @@ class PairSchedule:
     `decode_schedule`.
 
     Attributes:
-        line: The parts, over pairs p = row * Hk + head.
-        arrived: uint32 [pairs * tiles], 0: `SplitSemaphore.counts` of the calls with this schedule,
-            which run one after another. None: each call creates its own counters.
+        line: The schedule of the pairs in the order row * Hk + head, with pairs instead of rows.
+        arrived: uint32 zeros [pairs * tiles], which the calls with this schedule use as
+            `SplitSemaphore.counts`, one call after another. None: each call creates its own
+            counters.
         seq_lens: int32 [B], the lengths of the schedule, with 0 for lengths that were too long. A
             call returns NaN for a row with another length. None: the schedule is of the call's own
             lengths.
