@@ -57,7 +57,7 @@ def attention(rows: int, tokens: int, heads: int) -> Case:
 
 
 def delta_rule(rows: int, tokens: int, key_heads: int, heads: int) -> Case:
-    """The chunked gated delta rule over a prompt, which normalises q and k itself."""
+    """The chunked gated delta rule over a prompt, which normalizes q and k itself."""
     x = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     gates = jax.ShapeDtypeStruct((rows, tokens, heads), jnp.float32)
 

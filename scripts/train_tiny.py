@@ -333,7 +333,7 @@ Trained and measured by
 Each byte of a held-out file is scored once: a file's first window scores all of its bytes, each
 later one its last `stride`, which see the bytes before them in the window.
 
-## Licence
+## License
 
 The weights are under the project's Apache-2.0. The training text is part of CPython: copyright
 Python Software Foundation, PSF License Version 2 (https://docs.python.org/3/license.html). The

@@ -45,7 +45,7 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         check_features("LayerNorm", x, "F", "weight", self.weight.shape, -1)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = x - x.mean(-1, keepdims=True)
-        variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
-        normed = centred * lax.rsqrt(variance + self.eps)
+        centered = x - x.mean(-1, keepdims=True)
+        variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+        normed = centered * lax.rsqrt(variance + self.eps)
         return normed * self.weight[...].astype(x.dtype) + self.bias[...].astype(x.dtype)

@@ -72,7 +72,7 @@ class Parallel:
         for smaller, larger in zip(strides, strides[1:], strict=False):
             if larger % smaller:
                 raise ValueError(
-                    f"{self.flags}: blocks of {smaller} and of {larger} neighbouring GPUs do not "
+                    f"{self.flags}: blocks of {smaller} and of {larger} neighboring GPUs do not "
                     "nest; use numbers that divide each other"
                 )
 

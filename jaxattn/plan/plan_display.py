@@ -10,9 +10,9 @@ from rich.text import Text
 from jaxattn.memory.plan import GIB, MIB, MemoryPlan
 from jaxattn.plan.alternative_scratch_designs import ScratchComparison
 
-COLOURS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
-# The colours of the items in the picture. In black and white their order distinguishes them.
-PLOT_COLOURS = (
+COLORS = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_blue", "bright_magenta")
+# The colors of the items in the picture. In black and white their order distinguishes them.
+PLOT_COLORS = (
     "#4477aa",
     "#ccbb44",
     "#228833",
@@ -134,19 +134,19 @@ def segments(plan: MemoryPlan) -> list[tuple[str, int]]:
 
 
 def bar(plan: MemoryPlan, width: int, between: str = "  ") -> Text:
-    """Returns one line of blocks, a colour per item, and a legend with `between` as separator."""
+    """Returns one line of blocks, a color per item, and a legend with `between` as separator."""
     parts = segments(plan)
     whole = sum(size for _, size in parts) or 1
     text, legend, done, drawn = Text(), Text(), 0, 0
     for place, (name, size) in enumerate(parts):
         done += size
         end = round(done / whole * width)
-        colour = FREE if name == "free" else COLOURS[place % len(COLOURS)]
+        color = FREE if name == "free" else COLORS[place % len(COLORS)]
         block = "\u2591" if name == "free" else "\u2588"
-        text.append(block * (end - drawn), style=colour)
+        text.append(block * (end - drawn), style=color)
         drawn = end
         if size / whole >= 0.001:
-            legend.append(f"{block} ", style=colour)
+            legend.append(f"{block} ", style=color)
             legend.append(f"{name} {size / whole:.1%}{between}")
     return Text("\n").join([text, legend])
 
@@ -167,12 +167,12 @@ def save_plot(plan: MemoryPlan, path: Path) -> None:
     axes = figure.subplots()
     left = 0.0
     for place, (name, size) in enumerate(segments(plan)):
-        colour = "#dddddd" if name == "free" else PLOT_COLOURS[place % len(PLOT_COLOURS)]
+        color = "#dddddd" if name == "free" else PLOT_COLORS[place % len(PLOT_COLORS)]
         axes.barh(
             0,
             size / GIB,
             left=left,
-            color=colour,
+            color=color,
             edgecolor="white",
             linewidth=0.5,
             label=f"{name}: {size / GIB:,.2f} GiB",

@@ -3,7 +3,7 @@
 Files with byte-level BPE (`tokenizer.ggml.model` is gpt2) contain the vocabulary and the merges.
 They only name the pre-tokenizer (`tokenizer.ggml.pre`); this module supports the names below. Files
 with SentencePiece's BPE (llama, for Llama 2 and Mistral) contain a score for each token. The merge
-of two neighbours that gives the token with the highest score comes first.
+of two neighbors that gives the token with the highest score comes first.
 """
 
 import json

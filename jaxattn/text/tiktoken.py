@@ -1,13 +1,13 @@
 """The conversion of a tiktoken.model to a tokenizer of the library `tokenizers`, in memory.
 
 Each line of the file has a token in base64 and its rank, which is also its id. tiktoken repeatedly
-merges the two neighbours whose joined bytes have the lowest rank. `tokenizers` instead needs an
+merges the two neighbors whose joined bytes have the lowest rank. `tokenizers` instead needs an
 ordered list of pairs, and merges the pair that comes first in it. The list made here contains, rank
 by rank, every split of a token into two tokens.
 
-Both give the same results. Consider two neighbours that can merge to a token t. No earlier merge
+Both give the same results. Consider two neighbors that can merge to a token t. No earlier merge
 has crossed the ends of t's bytes, so the merges within them were the same as for t by itself.
-The two neighbours are therefore t's last pair. Other splits of t never occur, and their order
+The two neighbors are therefore t's last pair. Other splits of t never occur, and their order
 among t's pairs does not matter. A word that is itself a token becomes that token in both
 (`ignore_merges`).
 

@@ -15,7 +15,7 @@ class Mark(NamedTuple):
     run: str
     ours: str
     theirs: str
-    colour: str
+    color: str
     marker: str
 
 
@@ -64,7 +64,7 @@ def draw(path: Path) -> None:
         places, values = zip(*points(mark, shapes), strict=True)
         axes.scatter(
             values, places, label=mark.label, marker=mark.marker, s=38, zorder=3,
-            edgecolor=mark.colour, facecolor=mark.colour if mark.marker == "o" else "none",
+            edgecolor=mark.color, facecolor=mark.color if mark.marker == "o" else "none",
         )  # fmt: skip
     _finish(axes, shapes)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)

@@ -44,7 +44,7 @@ def materialized_arrays(text: str, *, least: int = LEAST) -> list[MaterializedAr
     Results inside loops come first, then larger ones before smaller ones.
 
     Args:
-        text: The text of an optimised HLO module.
+        text: The text of an optimized HLO module.
     """
     module = HloModule(text)
     found = list(_of(module, module.entry, loop=False, least=least))

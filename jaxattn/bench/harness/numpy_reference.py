@@ -80,7 +80,7 @@ def delta_rule(
     """The gated delta rule, token by token: outputs [T, H, Dv] and final state [H, Dv, Dk].
 
     Args:
-        q, k: [T, H, Dk], not yet normalised, with each key head repeated for its value heads.
+        q, k: [T, H, Dk], not yet normalized, with each key head repeated for its value heads.
         v: [T, H, Dv].
         g: Log decay, [T, H], or [T, H, Dk] with one per key channel.
         beta: [T, H], writing strength.

@@ -41,7 +41,7 @@ def begin(
         argv: The arguments, including `what`.
         seed: The seed of the inputs; None if a bench draws no random inputs.
         method: The timing method; files of different methods are not comparable.
-        device: Whether to record JAX's device. False does not initialise the device, for benches
+        device: Whether to record JAX's device. False does not initialize the device, for benches
             whose child processes need all of it.
     """
     return {

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxattn.bench.load.metrics import PERCENTILES
-from jaxattn.bench.plots.result_plot import COLOURS, require_matplotlib
+from jaxattn.bench.plots.result_plot import COLORS, require_matplotlib
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -18,11 +18,11 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     figure.suptitle(title)
     for place, name in enumerate(("TTFT", "ITL"), 1):
         axes = figure.add_subplot(1, 2, place)
-        for percent, colour in zip(PERCENTILES, COLOURS, strict=False):
+        for percent, color in zip(PERCENTILES, COLORS, strict=False):
             points = [row for row in rows if row["ok"]]
             across = [row["out tok/s"] for row in points]
             up = [row[f"{name} p{percent} ms"] for row in points]
-            axes.plot(across, up, marker="o", color=colour, label=f"p{percent}")
+            axes.plot(across, up, marker="o", color=color, label=f"p{percent}")
         for row in (row for row in rows if row["ok"]):
             axes.annotate(row["load"], (row["out tok/s"], row[f"{name} p99 ms"]), fontsize=7)
         axes.set(xlabel="output tokens per second", ylabel=f"{name} in ms", ylim=(0, None))

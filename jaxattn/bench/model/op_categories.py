@@ -117,7 +117,7 @@ def origins_of(text: str) -> dict[str, str]:
     """Maps each kernel name to the origin of its instruction, "scopes functions ".
 
     Args:
-        text: The text of an optimised HLO module. The functions are the call stack when the
+        text: The text of an optimized HLO module. The functions are the call stack when the
             instruction was traced, outermost first.
     """
     functions, module = _functions(text), HloModule(text)

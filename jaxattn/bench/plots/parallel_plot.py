@@ -8,7 +8,7 @@ or if there is only one layout.
 from collections.abc import Iterable
 from typing import Any
 
-COLOURS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888", "#b59f2b", "#2bb5a4")
+COLORS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888", "#b59f2b", "#2bb5a4")
 SHOWN = {"roof ms": ("roof of its bytes", 5), "kernels ms": ("kernels", 1), "ms": ("step", 0)}
 
 type Row = dict[str, Any]
@@ -78,15 +78,15 @@ def _scaling(axes: Any, both: dict[str, Line]) -> None:
     counts = sorted({gpus for line in both.values() for gpus, _ in line})
     axes.plot(counts, counts, color="black", linewidth=1, linestyle="--", label="as many as GPUs")
     for number, (words, line) in enumerate(both.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        style = "-" if number < len(COLOURS) else ":"
+        color = COLORS[number % len(COLORS)]
+        style = "-" if number < len(COLORS) else ":"
         axes.plot(
-            *zip(*line, strict=True), color=colour, linestyle=style, marker="o", markersize=4,
+            *zip(*line, strict=True), color=color, linestyle=style, marker="o", markersize=4,
             label=words,
         )  # fmt: skip
         axes.annotate(
             f"{line[-1][1]:.2f}", line[-1], (5, 0), textcoords="offset points", fontsize=8,
-            va="center", color=colour,
+            va="center", color=color,
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
@@ -103,12 +103,12 @@ def _scaling(axes: Any, both: dict[str, Line]) -> None:
 
 
 def _steps(axes: Any, rows: list[Row]) -> None:
-    for place, (column, (words, colour)) in enumerate(SHOWN.items()):
+    for place, (column, (words, color)) in enumerate(SHOWN.items()):
         bars = axes.barh(
             [at + 0.27 * (place - 1) for at in range(len(rows))],
             [row[column] for row in rows],
             0.25,
-            color=COLOURS[colour],
+            color=COLORS[color],
             label=words,
         )
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=7)

@@ -14,8 +14,8 @@ from typing import Any
 from jaxattn.bench.plots import parallel_plot
 
 OURS = "jaxattn"
-# A colour and a marker for each: ours first, then the baselines in the order of the rows.
-COLOURS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888")
+# A color and a marker for each: ours first, then the baselines in the order of the rows.
+COLORS = ("#1f5fa8", "#d9822b", "#3a9a5b", "#b2447d", "#7a68b5", "#888888")
 MARKERS = ("o", "D", "s", "^", "v", "P")
 POWERS_OF_TWO = [2.0**i for i in range(-4, 14)]
 ONE_TWO_FIVE = [digit * 10.0**i for i in range(-4, 4) for digit in (1, 2, 5)]
@@ -142,7 +142,7 @@ def _model(figure_type: Any, result: dict[str, Any]) -> Any:
             [at + 0.27 * (place - 1) for at in range(len(rows))],
             [row[column] for row in rows],
             0.25,
-            color=COLOURS[(5, 1, 0)[place]],
+            color=COLORS[(5, 1, 0)[place]],
             label=words,
         )
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
@@ -218,11 +218,11 @@ def _roofline(
             loc="left",
             fontsize=9,
         )
-    for who, colour, marker in zip((OURS, *peers), COLOURS, MARKERS, strict=False):
+    for who, color, marker in zip((OURS, *peers), COLORS, MARKERS, strict=False):
         if who in points:
-            face = colour if who == OURS else "none"  # does not cover other points
+            face = color if who == OURS else "none"  # does not cover other points
             axes.scatter(
-                *zip(*points[who], strict=True), facecolor=face, edgecolor=colour, marker=marker,
+                *zip(*points[who], strict=True), facecolor=face, edgecolor=color, marker=marker,
                 label=who, zorder=3, s=26,
             )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, high))
@@ -289,7 +289,7 @@ def _bars(axes: Any, rows: Sequence[dict[str, Any]], peers: Sequence[str]) -> No
             [i - 0.4 + (at + 0.5) * thick for i in places],
             [dict(times(rows[i], peers))[who] for i in places],
             thick,
-            color=COLOURS[(OURS, *peers).index(who) % len(COLOURS)],
+            color=COLORS[(OURS, *peers).index(who) % len(COLORS)],
         )
     axes.set_yticks(range(len(rows)), [name(row) for row in rows], fontsize=8)
     axes.invert_yaxis()

@@ -61,7 +61,8 @@ def add(root: argparse.ArgumentParser) -> None:
         "--max-queued-tokens",
         metavar="N",
         type=size,
-        help="prompt tokens that may wait for their first token (default: no limit)",
+        help="total prompt tokens of the requests that may wait for their first token "
+        "(default: no limit)",
     )
     group.add_argument(
         "--max-body", metavar="BYTES", type=size, default=4 * 2**20, help="largest request body"

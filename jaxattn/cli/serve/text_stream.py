@@ -12,7 +12,7 @@ from jaxattn.engine.requests.request import Request
 from jaxattn.text import Tokenizer
 
 type StyledText = tuple[str, str | None]
-COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+COLORS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 # Control characters, which a terminal would execute, become U+FFFD. Tab and newline stay.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
@@ -109,7 +109,7 @@ class TextStream:
                 line, style = text.waiting.popleft()
                 if text.line_begins and self._numbered:
                     place = number or 0
-                    self._printer.write(f"[{place + 1}] ", COLOURS[place % len(COLOURS)])
+                    self._printer.write(f"[{place + 1}] ", COLORS[place % len(COLORS)])
                 self._printer.write(line, style)
                 text.line_begins = line.endswith("\n")
             if number not in self._done:

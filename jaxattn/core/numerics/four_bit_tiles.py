@@ -228,7 +228,7 @@ def quantize(weights: Float[Array, "*n R K"], form: FourBitFormat) -> UInt8[Arra
     return pack(codes.reshape(weights.shape), scales, zeros.astype(jnp.uint8), form)
 
 
-BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints between neighbours of E2M1
+BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # midpoints between neighbors of E2M1
 
 
 def from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -38,7 +38,7 @@ from jaxattn.kernels.moe.tile_config import (
 )
 
 
-def neighbours(limit: float, dtype: Any) -> tuple[float, float]:
+def neighbors(limit: float, dtype: Any) -> tuple[float, float]:
     """Returns the largest number of a dtype below a limit, and the smallest above it."""
     nearest = np.asarray(limit, dtype)
     below = nearest if float(nearest) < limit else np.nextafter(nearest, np.asarray(-np.inf, dtype))
@@ -278,7 +278,7 @@ class GroupedGemmCta:
         if activation is None:
             return every
         gate, up = every
-        below, above = neighbours(activation.limit, dtype)
+        below, above = neighbors(activation.limit, dtype)
         gate = jnp.where(gate < activation.limit, jnp.minimum(gate, below), gate)
         gate = jnp.where(gate > activation.limit, jnp.maximum(gate, above), gate)
         size = jnp.abs(up)

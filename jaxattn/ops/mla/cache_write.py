@@ -11,7 +11,7 @@ The cache's dtype determines its format (R is kv_lora_rank, P is qk_rope_head_di
 `LatentFormat` gives the shape and the bytes of each format, packs latents and unpacks stored ones.
 Finite numbers beyond 448 times their scale saturate. NaN stays NaN. Inf, which e4m3 lacks, becomes
 NaN, except in the bfloat16 numbers of a uint8 cache. NaN and Inf do not affect the scale of
-neighbouring numbers.
+neighboring numbers.
 """
 
 import functools

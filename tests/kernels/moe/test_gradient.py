@@ -26,7 +26,7 @@ from jaxattn.kernels.moe.backward.weight_gradient import (
     WeightGradientTileConfig,
     weight_gradient,
 )
-from jaxattn.kernels.moe.grouped_gemm_mainloop import neighbours
+from jaxattn.kernels.moe.grouped_gemm_mainloop import neighbors
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
 from jaxattn.ops.moe.routing import choose_experts
@@ -204,7 +204,7 @@ def test_each_tile_of_the_weights_gradient(shape):
 
 def test_rounding_moves_nothing_across_a_limit():
     for limit in (7.0, 0.3):
-        below, above = neighbours(limit, jnp.bfloat16)
+        below, above = neighbors(limit, jnp.bfloat16)
         assert below < limit < above
         assert {below, above} == {float(jnp.bfloat16(below)), float(jnp.bfloat16(above))}
         assert above - below <= limit / 64

@@ -70,12 +70,12 @@ def across_halves(
 
     def run(_: Any, x: Any, level: Any, zero: Any) -> Any:
         place = TokenPairs(single(level))
-        neighbours, values = place.apart(1), list(x.registers.flat)
+        neighbors, values = place.apart(1), list(x.registers.flat)
 
         def register(column: int, row: int) -> Any:
             bits = llvm.bitcast(i32(), values[2 * column + row])
             rows = place.second(row) if second else arith.xori(place.second(row), word(-1))
-            kept = arith.andi(arith.andi(neighbours[column ^ row], rows), bits)
+            kept = arith.andi(arith.andi(neighbors[column ^ row], rows), bits)
             return arith.ori(kept, single(zero))
 
         return place.tile(register)

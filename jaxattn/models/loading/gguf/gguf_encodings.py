@@ -36,7 +36,7 @@ class GgufEncoding(WeightEncoding):
 
     Attributes:
         kind: Type of the numbers.
-        paired: Rows of a head in which llama.cpp stores rotated pairs as neighbours. Decoding puts
+        paired: Rows of a head in which llama.cpp stores rotated pairs as neighbors. Decoding puts
             them half a head apart, as on the Hub. 1 means that the rows keep their order.
     """
 

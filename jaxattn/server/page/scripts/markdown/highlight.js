@@ -1,4 +1,4 @@
-// Splits code into coloured pieces with one regular expression for each family of languages.
+// Splits code into colored pieces with one regular expression for each family of languages.
 
 const LONGEST = 20_000;
 
@@ -69,7 +69,7 @@ const LANGUAGES = {
 const FAMILY_OF = new Map(
   Object.entries(LANGUAGES).flatMap(([name, found]) => found.split(" ").map((each) => [each, name])));
 
-/** Pieces {kind, text} of code; kind is null for what has no colour. Joined they are the code. */
+/** Pieces {kind, text} of code; kind is null for what has no color. Joined they are the code. */
 export function highlight(code, language) {
   const expression = FAMILIES[FAMILY_OF.get(language)];
   if (!expression || code.length > LONGEST) return [{ kind: null, text: code }];

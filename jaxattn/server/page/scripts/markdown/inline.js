@@ -223,7 +223,7 @@ function pairEmphasis(nodes, delimiters) {
   }
 }
 
-/** Without empty texts, and with neighbours joined. */
+/** Without empty texts, and with neighbors joined. */
 function merged(nodes) {
   const found = [];
   for (const node of nodes) {

@@ -1,4 +1,4 @@
-// Icons on a grid of 24, drawn with strokes in the colour of the text around them.
+// Icons on a grid of 24, drawn with strokes in the color of the text around them.
 
 import { element, svg } from "./element.js";
 
