@@ -4,11 +4,15 @@ JAX lowers each equation to a function of its own, and copies the body of that f
 equation is. This helps programs with many equal equations, and not the small programs of tests.
 """
 
+import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any
 
 # JAX reuses an MLIR context ten times, and creating one takes two milliseconds.
 MOST_PROGRAMS = 50
+# (the primitives that JAX lowers where they are used, those that lower_where_used has added)
+WHERE_USED: list[tuple[set[Any], set[Any]]] = []
 
 
 def lower_quickly() -> None:
@@ -27,7 +31,8 @@ def lower_where_used() -> None:
     """Lowers loops, branches and simple operations without a function of their own.
 
     This takes effect in the whole process. It does nothing if JAX has moved what it needs. Rules
-    that trace a function still have their results cached.
+    that trace a function still have their results cached. `lowered_as_functions` undoes it, for
+    tests that read the scopes of compiled instructions.
     """
     try:
         from jax._src import core
@@ -43,9 +48,23 @@ def lower_where_used() -> None:
             if not _traces(mlir._lowerings[primitive].rule)
         }
         control = {loops.while_p, loops.scan_p, conditionals.cond_p}
-        mlir._uncacheable_primitives.update(simple | control)
+        uncached = mlir._uncacheable_primitives
     except (ImportError, AttributeError):
         return
+    WHERE_USED.append((uncached, (simple | control) - uncached))
+    uncached.update(simple | control)
+
+
+@contextlib.contextmanager
+def lowered_as_functions() -> Iterator[None]:
+    """Lowers all equations as JAX does."""
+    for uncached, added in WHERE_USED:
+        uncached -= added
+    try:
+        yield
+    finally:
+        for uncached, added in WHERE_USED:
+            uncached |= added
 
 
 def keep_contexts() -> None:
