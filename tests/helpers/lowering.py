@@ -23,36 +23,31 @@ def lower_quickly() -> None:
     keep_signatures()
 
 
-def _traces(rule: Any) -> bool:
-    return getattr(rule, "__qualname__", "").startswith("lower_fun")
-
-
 def lower_where_used() -> None:
-    """Lowers loops, branches and simple operations without a function of their own.
+    """Lowers simple operations without a function of their own.
 
     This takes effect in the whole process. It does nothing if JAX has moved what it needs. Rules
-    that trace a function still have their results cached. `lowered_as_functions` undoes it, for
-    tests that read the scopes of compiled instructions.
+    that trace a function, or that differ between platforms, still have their results cached.
+    `lowered_as_functions` undoes it, for tests that read the scopes of compiled instructions.
     """
     try:
         from jax._src import core
         from jax._src.interpreters import mlir
         from jax._src.lax import lax, slicing
-        from jax._src.lax.control_flow import conditionals, loops
 
+        by_platform = set().union(*mlir._platform_specific_lowerings.values())
         simple = {
             primitive
-            for module in (lax, slicing)
-            for primitive in vars(module).values()
+            for primitive in (*vars(lax).values(), *vars(slicing).values())
             if isinstance(primitive, core.Primitive) and primitive in mlir._lowerings
-            if not _traces(mlir._lowerings[primitive].rule)
+            if primitive not in by_platform
+            if "lower_fun" not in getattr(mlir._lowerings[primitive].rule, "__qualname__", "")
         }
-        control = {loops.while_p, loops.scan_p, conditionals.cond_p}
         uncached = mlir._uncacheable_primitives
     except (ImportError, AttributeError):
         return
-    WHERE_USED.append((uncached, (simple | control) - uncached))
-    uncached.update(simple | control)
+    WHERE_USED.append((uncached, simple - uncached))
+    uncached.update(simple)
 
 
 @contextlib.contextmanager
