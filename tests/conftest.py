@@ -50,6 +50,7 @@ from tests.helpers.executables import (  # noqa: E402
     with_locations,
 )
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
+from tests.helpers.lowering import lower_quickly  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
 # JAX records the source location of each operation, ten callers deep. No test reads the callers,
@@ -61,6 +62,7 @@ if jax.default_backend() == "cpu":
     leave_out_locations()
     keep_freed_memory()
     use_numpy_moves()
+    lower_quickly()
 use_numpy_callbacks()
 share_executables()
 # The collector needs to look at imported objects only once, because most of them stay.
@@ -227,6 +229,7 @@ _WORKERS_SECONDS: list[float] = []
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     end_virtual_devices()  # so that their time counts
+    gc.freeze()  # pytest collects garbage twice more, which takes seconds for JAX's traces
     output = getattr(session.config, "workeroutput", None)
     if output is not None:  # this is a worker of pytest-xdist, which reports to its controller
         output["cpu_seconds"] = sum(os.times()[:4])

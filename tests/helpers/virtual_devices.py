@@ -23,6 +23,7 @@ from tests.helpers.executables import (
     leave_out_locations,
     share_executables,
 )
+from tests.helpers.lowering import lower_quickly
 
 DEVICES = 8
 FLAGS = (
@@ -49,6 +50,7 @@ def _begin() -> None:
 
     leave_out_locations(scopes=True)
     keep_freed_memory()
+    lower_quickly()
     share_executables()
     gc.set_threshold(1_000_000, 20, 20)
     jax.config.update("jax_default_matmul_precision", "highest")

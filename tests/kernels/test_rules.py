@@ -18,11 +18,19 @@ INTERNALS = ("jaxlib.", "jax._src.", "jax.experimental.mosaic.")
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+    return list(ast.walk(ast.parse(text(path))))
 
 
-def files(room: Path = KERNELS) -> Iterator[Path]:
-    yield from sorted(room.rglob("*.py"))
+@functools.cache
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+def files(room: Path = KERNELS, words: tuple[str, ...] = ("",)) -> Iterator[Path]:
+    """The files with one of the words; the others need not be parsed."""
+    for path in sorted(room.rglob("*.py")):
+        if any(word in text(path) for word in words):
+            yield path
 
 
 def test_no_function_is_longer_than_a_reader_keeps_in_mind():
@@ -58,7 +66,7 @@ def test_what_jax_promises_nothing_about_is_imported_in_one_room():
 
     found = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path in files(ROOT)
+        for path in files(ROOT, ("jaxlib", "_src", "mosaic"))
         if path.parent != HOPPER
         for node in nodes(path)
         for name in imported(node)
@@ -72,7 +80,7 @@ def test_an_implementation_refuses_by_refusal_alone():
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for room in (KERNELS, OPS)
-        for path in files(room)
+        for path in files(room, ("NotImplementedError",))
         for node in nodes(path)
         if isinstance(node, ast.Raise)
         and isinstance(node.exc, ast.Call)
@@ -93,7 +101,7 @@ def test_nobody_takes_an_error_of_jax_for_a_refusal():
     ]
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in files(ROOT)
+        for path in files(ROOT, ("NotImplementedError",))
         for node in nodes(path)
         if path not in asking
         and isinstance(node, ast.ExceptHandler)

@@ -23,9 +23,12 @@ from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule
 schedule_of = jax.jit(
     make_schedule, static_argnames=("parts", "max_pages", "row_cost", "merge_cost", "pieces")
 )
-# Few batch sizes, since each is compiled.
-lengths = st.sampled_from([1, 4, 12]).flatmap(
-    lambda rows: st.lists(st.integers(0, 3000), min_size=rows, max_size=rows)
+# Few rows, parts and pages, since each of these is compiled: fewer rows than parts, and more.
+sizes = st.sampled_from([(1, 5, 32), (4, 5, 4), (4, 1, 32), (12, 1, 4), (12, 5, 32)]).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.integers(0, 3000), min_size=size[0], max_size=size[0]),
+        *map(st.just, size[1:]),
+    )
 )
 
 
@@ -80,12 +83,9 @@ def load_of(held, row_cost=ROW_COST):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    lengths,
-    st.sampled_from([1, 5]),
-    st.sampled_from([4, 32]),
-)
-def test_every_page_belongs_to_one_part(lens, parts, max_pages):
+@given(sizes)
+def test_every_page_belongs_to_one_part(size):
+    lens, parts, max_pages = size
     costs = (FEW_ROWS_COST, FEW_MERGE_COST) if max_pages == 4 else (ROW_COST, MERGE_COST)
     held, schedule = pieces(lens, parts, max_pages, 0, *costs)
     walked = [
@@ -133,12 +133,9 @@ def test_padding_rows_do_not_move_the_cuts(lens, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    lengths,
-    st.sampled_from([1, 5]),
-    st.sampled_from([4, 32]),
-)
-def test_equal_pieces_do_not_depend_on_the_other_rows(lens, parts, max_pages):
+@given(sizes)
+def test_equal_pieces_do_not_depend_on_the_other_rows(size):
+    lens, parts, max_pages = size
     most = most_pieces(len(lens), parts)
     held, schedule = pieces(lens, parts, max_pages, most)
     expected = []

@@ -9,6 +9,7 @@ import pytest
 
 from jaxattn.kernels.turboquant.cache.key_mean import turbo_common_mosaic
 from jaxattn.ops.turboquant.key_mean import MOST, SAMPLES, common_key
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 from tests.helpers.turbo_cases import turbo_case
 
@@ -40,7 +41,7 @@ def test_as_plain_jax(preset, dim, page, window, implementation):
     held = jnp.asarray(np.stack([begins, lens]), jnp.int32)
     args = case.kv_cache, jnp.asarray(tables)
     at = jnp.full(1, case.layer, jnp.int32)
-    wanted = common_key(case.form, *args, held[1], held[0], at)
+    wanted = at_once(common_key, case.form, *args, held[1], held[0], at)
     interpret = implementation == "mosaic_gpu_interpret"
     op = functools.partial(
         turbo_common_mosaic, form=case.form, samples=SAMPLES, most=MOST, interpret=interpret,

@@ -10,6 +10,7 @@ import pytest
 from jaxattn import gdn
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 from jaxattn.ops.gdn.causal_conv1d import _gradient_of_taps, causal_conv1d_of_segments
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import relative
 
 STATIC = ("activation", "output_final_state")
@@ -257,7 +258,8 @@ def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
         return jnp.concatenate([y, x[..., 4:]], axis=-1)
 
     wide = tuple(each.astype(jnp.float32) for each in given)
-    for got, wanted in zip(gradients(by_hand, given), gradients(op, wide), strict=True):
+    found, expected = (at_once(gradients, *each) for each in ((by_hand, given), (op, wide)))
+    for got, wanted in zip(found, expected, strict=True):
         assert got.dtype == dtype and relative(got, wanted) < most
 
 
