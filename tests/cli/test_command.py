@@ -1,7 +1,6 @@
 """How the commands end when their input or output cannot be used."""
 
 import io
-import json
 import os
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from jaxattn.cli.plan import main as plan
 from jaxattn.cli.serve.command import main as serve
 from jaxattn.engine.requests.outputs import GenerationInterrupted
 from jaxattn.interrupt import Terminated
-from tests.helpers.engine_cases import SMALLEST
 
 
 def of(error):
@@ -56,16 +54,22 @@ def command(*arguments, **options):
     return subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=120, **options)
 
 
+ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parents[1] / "data" / "tiny_checkpoints" / "deepseek_v3"
 PLAN = ("jaxattn.plan", str(FOLDER), "--json")
 
 
 def test_a_reader_that_left(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALLEST.to_dict()))
+    """In a process that prints as a command does, and imports less: JAX's takes three seconds."""
+    (tmp_path / "printing.py").write_text(
+        "from jaxattn.cli.exit_codes import exit_code\n"
+        "raise SystemExit(exit_code('python -m printing', lambda: print('{}') or 0))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path)))}
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        done = command("jaxattn.plan", str(tmp_path), "--json", stdout=pipe)
+        done = command("printing", stdout=pipe, env=environment)
     assert (done.returncode, done.stderr) == (1, "")
 
 

@@ -38,6 +38,8 @@ from jaxattn.models.checkpoint import native_format
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.text import ByteTokenizer
+from tests.helpers.engine_cases import FLOAT32, resized_params
+from tests.helpers.lazy_steps import is_lazy, use_lazy_steps
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -67,7 +69,7 @@ ONE_PAGE = ["--num-pages", "1", "--batch", "1", "--prefill-chunk", "16"]
 def model(tmp_path_factory):
     """A folder with a random model of bytes; its name can be given to --model."""
     folder = tmp_path_factory.mktemp("model")
-    native_format.save(folder, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
+    native_format.save(folder, CONFIG, resized_params(CONFIG, FLOAT32))
     return str(folder)
 
 
@@ -390,7 +392,7 @@ def test_a_damaged_checkpoint_is_named(damage, message, model, tmp_path, capsys)
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_path, capsys):
-    native_format.save(tmp_path, CONFIG, Hybrid(CONFIG).init_params(jax.random.key(0)))
+    native_format.save(tmp_path, CONFIG, resized_params(CONFIG, FLOAT32))
     (tmp_path / "model.safetensors").unlink()
     assert main(["--model", str(tmp_path), "--prompt", "y" * 64, *SMALL]) == 2
     assert "prompt 1 has 64 bytes, but the model length is 64" in capsys.readouterr().err
@@ -400,7 +402,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_the_weights_are_read(tmp_pa
 
 def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path, capsys):
     config = dataclasses.replace(CONFIG, vocab_size=300)
-    native_format.save(tmp_path, config, Hybrid(config).init_params(jax.random.key(0)))
+    native_format.save(tmp_path, config, resized_params(config, FLOAT32))
     assert main(["--model", str(tmp_path)]) == 2
     assert "its vocab_size is 300, not 256" in capsys.readouterr().err
 
@@ -478,7 +480,11 @@ def test_plan_prints_the_table_and_loads_nothing(model, capsys, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("extra", [[], ["--plan"]], ids=["serving", "plan"])
-def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(extra, model, capsys):
+def test_a_cache_that_does_not_fit_prints_the_table_and_what_would_help(
+    extra, model, capsys, monkeypatch
+):
+    untraced = lambda step, *arguments, donated, **_: TempBound(0, arguments[donated])  # noqa: E731
+    monkeypatch.setattr(executable_memory, "temp_bound", untraced)
     assert main(["--model", model, "--num-pages", "1000m", "--prompt", "x", *SMALL, *extra]) == 2
     printed = capsys.readouterr()
     assert "kv cache" in printed.out + printed.err and "missing" in printed.out + printed.err
@@ -538,16 +544,19 @@ def test_what_was_compiled_is_found_again_in_the_cache_folder_and_quiet_prints_t
 ):
     arguments = ["--prompt", "ab", "--max-tokens", "2", "--compile-cache", str(tmp_path / "xla")]
     arguments += ["--quiet", "--num-pages", "3"]  # as no other test: see tests/helpers/executables
+    lazy = is_lazy()
     old = (
         jax.config.jax_compilation_cache_dir,
         jax.config.jax_persistent_cache_min_compile_time_secs,
     )
     try:
+        use_lazy_steps(lazy, keep=True)  # so that steps that are called are kept
         assert main(["--model", model, *ONE_PAGE, *arguments]) == 0
         assert list((tmp_path / "xla").iterdir())
         printed = capsys.readouterr()
         assert printed.out.startswith("ab") and printed.err == ""
     finally:
+        use_lazy_steps(lazy)
         jax.config.update("jax_compilation_cache_dir", old[0])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
         compilation_cache.reset_cache()

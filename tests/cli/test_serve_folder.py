@@ -85,12 +85,11 @@ class Numbers(Tokenizer):
 
 
 @pytest.mark.slow_cases(
-    reason="a folder whose tokens another command changes; found by the tokens of the other "
-    "folder too"
+    reason="experts that are read wrongly; models/test_parity.py finds it too, with this folder"
 )
 @pytest.mark.parametrize(
     "folder",
-    [pytest.param(YOUTU, marks=pytest.mark.slow), DEEPSEEK],
+    [YOUTU, pytest.param(DEEPSEEK, marks=pytest.mark.slow)],
     ids=lambda folder: folder.name,
 )
 def test_a_folder_writes_the_reference_tokens(folder, capsys, monkeypatch):
@@ -221,6 +220,7 @@ def test_a_long_conversation_drops_its_oldest_turns_and_says_so(compiled, capsys
     assert all(each["generated_tokens"] > 0 for each in requests)
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_a_conversation_holds_one_row_unless_more_are_asked_for(capsys):
     for arguments, rows in (["--chat"], 1), (["--chat", "--prompt", "x"], 4), ([], 4):
         plan = run(capsys, "--model", YOUTU, "--plan", *arguments)

@@ -35,10 +35,17 @@ from jaxattn.models import Hybrid
 from jaxattn.models.checkpoint import CheckpointError
 from jaxattn.models.loading.loader import CheckpointWeights, ModelFolder
 from jaxattn.text import ByteTokenizer
-from tests.helpers.engine_cases import LIMITS, SMALLEST, TRIAL, kept_steps, params_of
+from tests.helpers.engine_cases import (
+    LIMITS,
+    SMALLEST,
+    TRIAL,
+    WHOLE,
+    kept_steps,
+    params_of,
+)
 
 MODEL = Hybrid(SMALLEST)
-FILLED = dataclasses.replace(LIMITS, num_pages=None, utilization=0.5)
+FILLED = dataclasses.replace(WHOLE, num_pages=None, utilization=0.5)
 
 
 @pytest.fixture(autouse=True)

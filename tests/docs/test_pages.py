@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from jaxattn import models
+from jaxattn.models import Hybrid
+from jaxattn.models.checkpoint import EMBEDDED
 from scripts import prose
+from tests.helpers.engine_cases import FLOAT32, params_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,7 +33,15 @@ RULED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")
 @pytest.mark.usefixtures("lazy_steps")
 @pytest.mark.parametrize(("page", "number", "text"), BLOCKS, ids=lambda x: str(x)[:24])
 def test_a_block_runs(page, number, text, monkeypatch):
+    """The README's engine has the embedded model; a page's has one that compiles in less time."""
     monkeypatch.chdir(ROOT)  # blocks may name a folder of the clone
+    load = models.load
+    small = Hybrid(FLOAT32), params_of(FLOAT32)
+    monkeypatch.setattr(
+        models,
+        "load",
+        lambda folder, *a, **k: small if folder == EMBEDDED else load(folder, *a, **k),
+    )
     exec(compile(text, f"docs/{page}, block {number}", "exec"), {"__name__": "__main__"})
 
 

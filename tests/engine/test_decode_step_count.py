@@ -105,7 +105,7 @@ def test_the_bits_are_those_of_single_steps(sent, one, four):
 
 @pytest.mark.usefixtures("no_forecast")
 def test_rows_that_lose_their_pages_say_the_same(one, four):
-    requests = [Request(bytes([65 + i] * 40), max_tokens=140) for i in range(3)]
+    requests = [Request(bytes([65 + i] * 100), max_tokens=80) for i in range(3)]
     alone = [one.generate([request])[0].tokens for request in requests]
     assert [each.tokens for each in four.generate(requests)] == alone
     assert four.stats.preemptions > 0
@@ -159,7 +159,7 @@ def test_prefixes_of_the_cache_say_the_same(four):
 
 def test_comings_and_goings_leave_nothing(one, four):
     draw = random.Random(2)
-    requests = random_requests(draw, 30)
+    requests = random_requests(draw, 20)
     wanted = {request.id: one.generate([request])[0].tokens for request in requests}
     told = {request.id: [] for request in requests}
     aborted, done, waiting = set(), {}, list(requests)
@@ -167,8 +167,8 @@ def test_comings_and_goings_leave_nothing(one, four):
         if waiting and draw.random() < 0.4:
             four.add(waiting.pop())
         if draw.random() < 0.1:
-            for id in list(told)[: draw.randint(0, 30)]:
-                if draw.random() < 0.1 and four.abort(id):
+            for id in list(told)[: draw.randint(0, 20)]:
+                if draw.random() < 0.2 and four.abort(id):
                     aborted.add(id)
         for event in four.step():
             if isinstance(event, TokenEvent):

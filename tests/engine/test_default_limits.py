@@ -329,7 +329,7 @@ def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
     """
     model, params = Hybrid(FLOAT32), params_of(FLOAT32)
     kept_steps(ONE_BY_ONE, config=FLOAT32)
-    requests = [each for each in random_requests(random.Random(11), 20) if not each.temperature]
+    requests = [each for each in random_requests(random.Random(11), 12) if not each.temperature]
     with Engine(model, params, ONE_BY_ONE) as one, Engine(model, params, strict=True) as engine:
         limits = engine.limits
         assert limits.prefill_sizes == (64,) and limits.line_tokens == 64 and limits.mixes

@@ -68,9 +68,10 @@ MIXES = {
     "greedy, and more than rows": [
         Request(prompt(i, 3 + 29 * i), max_tokens=50 - 3 * i) for i in range(5)
     ],
+    # The last of them filters, so all steps are of one level.
     "drawn": [
-        Request(prompt(i, 9), max_tokens=40, temperature=0.7, top_p=p, seed=i)
-        for i, p in enumerate([1.0, 1.0, 0.8])
+        Request(prompt(i, 9), max_tokens=most, temperature=0.7, top_p=p, seed=i)
+        for i, (p, most) in enumerate([(1.0, 30), (1.0, 30), (0.8, 70)])
     ],
     "more of sampling, beside others": [
         Request(prompt(1, 9), max_tokens=40),
@@ -121,7 +122,8 @@ def test_rows_end_inside_a_draft_and_lose_pages_as_without(engine_of, family):
 def test_a_step_that_drafts_updates_all_in_place(engine_of):
     executables = engine_of(QWEN).executables
     for name in executables:
-        if name.startswith(("draft", "prefill", "round")):
+        # A level between two others, which test_speculate has, has no buffer of its own.
+        if name.startswith(("draft", "prefill", "round")) and not name.endswith(": draws"):
             report = check_aliasing(executables[name])
             assert report.aliased_bytes == report.donated_bytes > 0, name
 

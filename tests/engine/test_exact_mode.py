@@ -22,6 +22,7 @@ from tests.helpers.exact_rows import (
     compare,
     exact_engine,
     exact_model,
+    exact_params,
     on_gpu,
     random_rows,
 )
@@ -46,7 +47,7 @@ def engine_of(family: str) -> Engine:
 )
 def test_no_bit_differs_in_other_company_or_when_a_row_is_scored(family):
     engine = engine_of(family)
-    found = compare(engine, random_rows(random.Random(3), 14, TINY), random.Random(5))
+    found = compare(engine, random_rows(random.Random(4), 11, TINY), random.Random(5))
     assert not found.differing
     assert found.preempted and found.replayed and found.cached and found.tokens > 150
 
@@ -78,13 +79,13 @@ def test_one_executable_decodes_whatever_rows_ask_for():
 @pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_lost_its_pages_says_each_token_once():
     engine, seen = engine_of("gdn"), {}
-    requests = [Request([7] * 60, max_tokens=150, seed=n, temperature=1.0) for n in range(4)]
+    requests = [Request([7] * 130, max_tokens=80, seed=n, temperature=1.0) for n in range(4)]
     done = engine.generate(
         requests, on_token=lambda request, token: seen.setdefault(request.id, []).append(token)
     )
     assert engine.stats.preemptions and engine.stats.replayed_tokens > 50
     for number, each in enumerate(done):
-        assert len(each.tokens) == 150 and seen[number] == list(each.tokens)
+        assert len(each.tokens) == 80 and seen[number] == list(each.tokens)
         [alone] = engine.generate([requests[number]])
         assert alone.tokens == each.tokens and not engine.stats.preemptions
 
@@ -177,7 +178,7 @@ def of_family(*quick: str) -> list:
 def test_a_trainer_has_the_bits_of_fresh_rows_and_the_gradient_of_its_forward(family):
     tokens, told, scored = drawn(family)
     model = exact_model(family, TINY)
-    params, counts = model.init_params(jax.random.key(1)), ~np.isnan(told)
+    params, counts = jax.device_put(exact_params(model, TINY)), ~np.isnan(told)
     old = np.nan_to_num(told)
 
     @jax.jit

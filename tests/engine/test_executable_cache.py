@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxattn
-from jaxattn import Engine, Limits, Request
+from jaxattn import Engine, Request
 from jaxattn.engine.compilation import compiler, executable_cache
 from jaxattn.engine.compilation.executable_cache import (
     ExecutableCache,
@@ -25,14 +25,14 @@ from jaxattn.models import Hybrid
 from jaxattn.models.catalog import model_resolver
 from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.registry import FAMILIES, read_model
-from tests.helpers.engine_cases import SMALLEST, params_of
+from tests.helpers.engine_cases import SMALLEST, TWO, params_of
 
 BUILT = [
     name
     for name in model_resolver.NAMES
     if model_resolver.shipped_config(name)["model_type"] in FAMILIES
 ]
-LIMITS = Limits(batch=2, max_model_len=64, prefill_chunk=16)
+LIMITS = TWO  # with steps that other files compile too
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,14 @@ BASE = {"cpu": SMALL, "gpu": KERNELS}
 IMPLEMENTATION = {"cpu": "xla", "gpu": "mosaic_gpu"}
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-stacks = pytest.mark.parametrize("gdn_per_repeat", [0, 3], ids=["mla", "hybrid"])
+ATTENTION_ALONE = pytest.param(
+    0,
+    marks=pytest.mark.slow(
+        reason="bytes or copies that grow with attention layers; found by engine/test_memory.py "
+        "in repeats of both kinds of layer too"
+    ),
+)
+stacks = pytest.mark.parametrize("gdn_per_repeat", [ATTENTION_ALONE, 3], ids=["mla", "hybrid"])
 depths = pytest.mark.parametrize("depth", DEPTHS)
 
 
@@ -196,15 +203,9 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
 # Addresses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases(
-    reason="a buffer that moves in 61 layers of attention alone; found by 61 repeats of both "
-    "kinds of layer too"
-)
 @pytest.mark.sampled
 @devices
-@pytest.mark.parametrize(
-    "gdn_per_repeat", [pytest.param(0, marks=pytest.mark.slow), 3], ids=["mla", "hybrid"]
-)
+@stacks
 @depths
 def test_many_steps_stay_in_the_same_buffers(device, gdn_per_repeat, depth):
     config, step = config_of(device, gdn_per_repeat, depth), compiled(device, gdn_per_repeat, depth)

@@ -159,8 +159,9 @@ def test_rows_of_every_kind_say_in_mixed_steps_what_they_say_alone():
     engine._runner.state = dataclasses.replace(engine.state, caches=caches)
     engine.seal.hold((engine.state, engine._runner.rows))
     check("all", range(4))
+    # Steps without a layer do not depend on the model: test_engine and test_speculate check those.
     for name, step in engine.executables.items():
-        if name != "copy of states":
+        if name.startswith(("prefill", "decode", "round")):
             check_aliasing(step, slack=0)
 
 

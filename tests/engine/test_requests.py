@@ -33,6 +33,7 @@ from tests.helpers.engine_cases import (
     kept_steps,
     params_of,
     prompts,
+    resized_params,
     with_steps,
 )
 
@@ -263,7 +264,7 @@ def test_wrong_arguments_fail_at_once_and_by_name(params, change, error, message
 
 
 def test_parameters_of_another_configuration_are_named(params):
-    other = params_of(dataclasses.replace(SMALLEST, hidden_size=32))
+    other = resized_params(dataclasses.replace(SMALLEST, hidden_size=32))
     with pytest.raises(ValueError, match=r"\[256, 32\]; expected bfloat16\[256, 16\]"):
         Engine(MODEL, other, LIMITS)
 

@@ -92,8 +92,8 @@ def test_a_request_that_waits_for_a_row_says_for_how_long(engine):
 
 @pytest.mark.usefixtures("no_forecast")
 def test_rows_that_outgrow_the_pool_lose_nothing(tight):
-    """Four rows of up to four pages each in five: all but the oldest are computed again."""
-    requests = [Request(bytes([65 + i]) * (9 * i + 3), max_tokens=150) for i in range(4)]
+    """Four rows of up to three pages each in five: all but the oldest are computed again."""
+    requests = [Request(bytes([65 + i]) * (9 * i + 50), max_tokens=100) for i in range(4)]
     wanted = [alone(tight, request) for request in requests]
     done = tight.generate(requests)
     assert tight.stats.preemptions > 0
@@ -309,7 +309,7 @@ def test_a_row_that_ends_late_gives_no_token_of_its_own_to_the_next(params):
 
 def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
     draw = random.Random(1)
-    requests = random_requests(draw, 30)
+    requests = random_requests(draw, 20)
     wanted = {request.id: alone(tight, request) for request in requests}
     aborted, found, done = set(), {}, {}
     waiting = list(requests)
@@ -317,7 +317,7 @@ def test_random_comings_and_goings_leave_nothing_and_change_no_text(tight):
         if waiting and draw.random() < 0.4:
             tight.add(waiting.pop())
         if draw.random() < 0.05:
-            id = draw.randrange(30)
+            id = draw.randrange(20)
             if tight.abort(id):
                 aborted.add(id)
         for event in tight.step():

@@ -34,7 +34,18 @@ def random_rows(rng):
     return device_batch.DeviceBatch(*map(jnp.asarray, (cursor, controls, biases, tables, history)))
 
 
-@pytest.mark.parametrize("level", list(SamplingMode))
+CONTROLS = pytest.param(
+    SamplingMode.CONTROLS,
+    marks=pytest.mark.slow(
+        reason="a control of another row's block; found by engine/test_token_selection.py with "
+        "logprobs, which come with every control, too"
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    "level", [CONTROLS if each is SamplingMode.CONTROLS else each for each in SamplingMode]
+)
 def test_blocks_of_rows_change_no_bit(level, monkeypatch):
     """Blocks of four: the last one overlaps the one before it; one place is padding."""
     rng = np.random.default_rng(0)

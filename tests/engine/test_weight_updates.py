@@ -76,7 +76,7 @@ def test_new_weights_answer_as_an_engine_that_was_made_with_them(engine, params,
             np.testing.assert_array_equal(new, wanted)
 
 
-def test_a_thousand_updates_take_no_byte_and_compile_nothing(engine, params, caplog):
+def test_hundreds_of_updates_take_no_byte_and_compile_nothing(engine, params, caplog):
     engine.update(params[0])
     before = pointers(engine)
 
@@ -91,11 +91,11 @@ def test_a_thousand_updates_take_no_byte_and_compile_nothing(engine, params, cap
         return sizes(), tracemalloc.get_traced_memory()[0]
 
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        arrays, _ = updates(800)
+        arrays, _ = updates(200)
         tracemalloc.start()  # which makes an update take twice as long
-        (_, host), (later, host_later) = updates(100), updates(100)
+        (_, host), (later, host_later) = updates(50), updates(50)
         tracemalloc.stop()
-    assert later == arrays and host_later - host < 10_000
+    assert later == arrays and host_later - host < 5_000
     assert "ompil" not in caplog.text and not engine.seal.what
     assert pointers(engine) == before
 

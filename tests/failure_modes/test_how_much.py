@@ -18,7 +18,7 @@ from jaxattn.arena import Arena, ArenaError, ArenaSpec
 from jaxattn.engine import lifecycle
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.request import Request
-from jaxattn.engine.startup.executable_memory import from_shapes
+from jaxattn.engine.startup.executable_memory import bound_of
 from jaxattn.engine.startup.memory_plan import packed_shapes
 from jaxattn.engine.steps.engine_state import arena_spec, new_rows, new_state, op_specs
 from jaxattn.engine.steps.prefill_batch import PromptLayout
@@ -196,16 +196,16 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
     for asked in op_specs(Hybrid(config), limits, limits.table_width):
         arena.check(asked)
+
     # ... and the prefix is walked in blocks: its temp does not follow the row's length.
-    temp = {
-        tokens: from_shapes(
-            Hybrid(dataclasses.replace(config, max_position_embeddings=tokens)),
-            Limits(batch=2, max_model_len=tokens, prefill_chunk=16),
-            packed_shapes(Hybrid(config)),
-            "xla",
-        )["prefill of 16 tokens beside 2 rows"].temp
-        for tokens in (4096, longest)
-    }
+    def temp_of(tokens):
+        model = Hybrid(dataclasses.replace(config, max_position_embeddings=tokens))
+        limits = Limits(batch=2, max_model_len=tokens, prefill_chunk=16)
+        steps = {str(step): step for step in entry_points(limits)}
+        step = steps["prefill of 16 tokens beside 2 rows"]
+        return bound_of(model, step, limits, packed_shapes(Hybrid(config)), "xla").temp
+
+    temp = {tokens: temp_of(tokens) for tokens in (4096, longest)}
     naive = 2 * 2 * (longest - 4096) * 64 * 2
     tables = (longest - 4096) // 64 * 4
     assert temp[longest] - temp[4096] <= 16 * tables
@@ -313,6 +313,7 @@ def test_the_largest_batch_does_not_size_the_arena_of_a_small_one_that_asks_for_
 # 22 -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_units_and_defaults_do_not_drift(capsys):
     gib = [f"{each.nbytes / GIB:.3f}" for each in published()]
     assert gib == ["15.250", "62.358", "39.494", "16.250"]

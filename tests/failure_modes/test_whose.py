@@ -55,12 +55,12 @@ def params():
 
 def attention(rows=3, q_len=1, heads=2, rank=16, dtype=jnp.bfloat16, seed=0):
     """Arguments of `mla_decode` whose rows have 5, 0, 70, ... tokens of pages of 64."""
-    keys = jax.random.split(jax.random.key(seed), 2)
+    rng = np.random.default_rng(seed)
     lens = jnp.asarray([5, 0, 70, 64][:rows], jnp.int32)
     tables = jnp.arange(rows * MAX_PAGES, dtype=jnp.int32).reshape(rows, MAX_PAGES)
-    q = jax.random.normal(keys[0], (rows, q_len, heads, rank + 8), dtype)
-    cache = jax.random.normal(keys[1], (rows * MAX_PAGES, 64, rank + 8), dtype)
-    return q, cache, tables, lens
+    q = rng.standard_normal((rows, q_len, heads, rank + 8), np.float32)
+    cache = rng.standard_normal((rows * MAX_PAGES, 64, rank + 8), np.float32)
+    return jnp.asarray(q, dtype), jnp.asarray(cache, dtype), tables, lens
 
 
 def decode(q, *rest, **options):

@@ -71,8 +71,9 @@ TWO = dataclasses.replace(LIMITS, max_model_len=128, batch=2)
 # Room for one row at full length plus one page, for four rows: the youngest are recomputed.
 TIGHT = dataclasses.replace(LIMITS, batch=4, num_pages=5, prefill_rows=2)
 # For a device that is filled: the pages that rows can use, and those of one row, which the engine
-# tries first if bounds leave no room.
-WHOLE, TRIAL = (dataclasses.replace(LIMITS, num_pages=pages) for pages in (12, 4))
+# tries first if bounds leave no room. Rows are as long as in ONE_BY_ONE, so that XLA compiles the
+# steps without a layer once.
+WHOLE, TRIAL = (dataclasses.replace(LIMITS, max_model_len=192, num_pages=n) for n in (9, 3))
 
 
 # Parameters in tests/data; XLA would take up to four seconds to draw them; see make_tiny_params.py.
@@ -95,6 +96,16 @@ def params_of(config: HybridConfig = CONFIG, seed: int = 0) -> Any:
             for number, leaf in enumerate(jax.tree.leaves(shapes))
         ]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+def resized_params(config: HybridConfig, of: HybridConfig = SMALLEST) -> Any:
+    """Parameters for tests whose numbers do not matter: those of `of`, repeated up to each size."""
+    sizes = Hybrid(config).param_shapes()
+    return jax.tree.map(
+        lambda leaf, size: jnp.asarray(np.resize(np.asarray(leaf), size.shape), size.dtype),
+        params_of(of),
+        sizes,
+    )
 
 
 def kept_steps(*kinds: Limits, config: HybridConfig = SMALLEST) -> list[CompiledSteps]:

@@ -134,7 +134,10 @@ def test_one_real_row_among_127_of_padding(q_len, poison, device):
     check_decode([512] + [0] * 127, DIMS[device], poison, q_len=q_len)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow(
+    reason="padding that a larger batch reads; padding/test_ops.py finds it with 127 rows, and "
+    "padding/test_steps.py in the whole step, too"
+)
 @devices
 @every_poison
 def test_one_real_row_among_1023_of_padding(poison, device):

@@ -61,7 +61,21 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.slow(
+                reason="a template that its process does not end; text/test_process.py finds it "
+                "with loops, with a call of C and with a template that compiles for long, too"
+            ),
+        )
+        if name in ("a filter", "macros")
+        else name
+        for name in ENDLESS
+    ],
+)
 def test_a_template_without_end_is_stopped(name, hasty):
     start = time.monotonic()
     with pytest.raises(TextError, match="chat_template.jinja did not finish within 0.7 s"):
