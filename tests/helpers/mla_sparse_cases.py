@@ -1,6 +1,7 @@
 """Cases of MLA attention over lists of positions, and their float64 reference in NumPy."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -40,6 +41,13 @@ class SparseCase:
         queries = tokens if self.query_lens is None else np.asarray(self.query_lens)[:, None]
         at = np.arange(tokens)
         return np.where((lens > 0) & (at < queries), np.maximum(lens - queries + at + 1, 0), 0)
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _stored(latents: Any, scale: Any, format: LatentFormat) -> tuple[Any, Any]:
+    """Latents as the cache has them, and as they are read."""
+    packed = format.pack(latents, scale)
+    return packed, format.unpack(packed, scale)
 
 
 def sparse_case(
@@ -98,13 +106,15 @@ def sparse_case(
             indices[b, s] = rng.integers(tokens, size=top_k)
         valid = indices[b, s][(indices[b, s] >= 0) & (indices[b, s] < sees)]
         listed[b][valid] = True
-    latents, stored = [], []
-    for of_row in listed:
+    rows = []
+    for of_row in (*listed, np.zeros(1, bool)):
         numbers = np.full((len(of_row), RANK + ROPE), np.nan, np.float32)
         numbers[of_row] = rng.normal(size=(of_row.sum(), RANK + ROPE))
-        stored.append(np.asarray(format.pack(jnp.asarray(numbers), scale)))
-        latents.append(np.asarray(format.unpack(jnp.asarray(stored[-1]), scale), np.float64))
-    nothing = np.asarray(format.pack(jnp.full((1, RANK + ROPE), jnp.nan), scale))[0]
+        rows.append(numbers)
+    packed, unpacked = _stored(np.concatenate(rows), scale, format)
+    ends = np.cumsum([len(numbers) for numbers in rows])[:-1]
+    *stored, (nothing,) = np.split(np.asarray(packed), ends)
+    latents = np.split(np.asarray(unpacked, np.float64), ends)[:-1]
     kv_cache = np.broadcast_to(nothing, (2, pages, page, format.width)).copy()
     for b in range(batch):
         for j in range(needed[b]):

@@ -12,6 +12,7 @@ from jaxattn.moe import Router, mixture_of_experts, route, scratch
 from jaxattn.nn import MixtureOfExperts
 from jaxattn.ops.moe.router_logits import router_products, split_router, sum_split_logits
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.moe_cases import expected, moe_case
 
 V2_LITE = Router(experts=8, top_k=3, scores="softmax")
@@ -47,9 +48,9 @@ def routed(logits, bias, router):
 @pytest.mark.sampled
 @routers
 def test_tokens_choose_as_a_loop_over_them_does(router):
-    keys = jax.random.split(jax.random.key(1), 2)
-    logits = 2 * jax.random.normal(keys[0], (50, router.experts))
-    bias = jax.random.normal(keys[1], (router.experts,)) if router.scores == "sigmoid" else None
+    draw = normals(1)
+    logits = draw(50, router.experts, scale=2)
+    bias = draw(router.experts) if router.scores == "sigmoid" else None
     ids, weights = at_once(route, logits, bias, router)
     wanted_ids, wanted = routed(logits, bias, router)
     np.testing.assert_array_equal(ids, wanted_ids)
@@ -147,7 +148,7 @@ def test_a_module_routes_adds_the_shared_experts_and_trains(shared):
         module = MixtureOfExperts(
             6, 4, V3, shared_size=shared, dtype="float32", out_init_scale=0.5, rngs=nnx.Rngs(0)
         )
-        x = jax.random.normal(jax.random.key(2), (2, 5, 6))
+        x = normals(2)(2, 5, 6)
         flat = x.reshape(-1, 6)
         logits = jnp.matmul(flat, module.router[...], precision="highest")
         ids, weights = route(logits, module.correction_bias[...], V3)
@@ -180,7 +181,7 @@ def test_a_gate_opens_the_shared_experts_of_each_token(shared):
     def computed():
         sizes = dict(dtype="float32", rngs=nnx.Rngs(0))
         module = MixtureOfExperts(6, 4, SOFTMAX, shared_size=shared, shared_gate=True, **sizes)
-        x = jax.random.normal(jax.random.key(2), (2, 5, 6))
+        x = normals(2)(2, 5, 6)
         flat, gate = x.reshape(-1, 6), module.shared_gate[...]
         logits = jnp.matmul(flat, module.router[...], precision="highest")
         ids, weights = route(logits, None, SOFTMAX)
@@ -208,10 +209,9 @@ def test_a_gate_without_shared_experts_is_refused():
 
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_gate_is_a_column_behind_the_routers(tokens):
-    keys = jax.random.split(jax.random.key(4), 3)
-    x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
-    routers = jax.random.normal(keys[1], (2, 64, 24))
-    gates = jax.random.normal(keys[2], (2, 64, 1))
+    draw = normals(4)
+    x = draw(tokens, 64, dtype=jnp.bfloat16)
+    routers, gates = draw(2, 64, 24), draw(2, 64, 1)
     both = np.concatenate([routers[1], gates[1]], axis=-1).astype(np.float64)
     exact = np.asarray(x, np.float64) @ both
     place = LayerIndex(jnp.int32(1), 1, 0)
@@ -227,9 +227,9 @@ def test_a_gate_is_a_column_behind_the_routers(tokens):
 
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_a_router_in_halves_chooses_as_float32_does(tokens):
-    keys = jax.random.split(jax.random.key(4), 2)
-    x = jax.random.normal(keys[0], (tokens, 64), jnp.bfloat16)
-    routers = jax.random.normal(keys[1], (2, 64, 24))
+    draw = normals(4)
+    x = draw(tokens, 64, dtype=jnp.bfloat16)
+    routers = draw(2, 64, 24)
     exact = np.asarray(x, np.float64) @ np.asarray(routers[1], np.float64)
     place = LayerIndex(jnp.int32(1), 1, 0)
     for given in (routers, split_router(routers)):

@@ -10,13 +10,13 @@ import pytest
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.kernels.linear.rms_norm import rms_norm_mosaic
 from jaxattn.ops.linear.rms_norm import add_rms_norm_layer, rms_norm_layer
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races
 
 
 def operands(tokens, features, layers=3):
-    keys = jax.random.split(jax.random.key(features), 2)
-    x = 3 * jax.random.normal(keys[0], (*tokens, features))
-    return x, 1 + jax.random.normal(keys[1], (layers, features)) / 4
+    draw = normals(features)
+    return draw(*tokens, features, scale=3), draw(layers, features, mean=1, scale=0.25)
 
 
 def expected(x, weight, eps):
@@ -47,7 +47,7 @@ def test_matches_float64(tokens, features, dtype, implementation):
 )
 def test_the_sum_is_exact_and_the_norm_is_of_the_sum(implementation):
     x, weights = operands((3, 1), 640)
-    added = jax.random.normal(jax.random.key(5), x.shape)
+    added = normals(5)(*x.shape)
     norm = functools.partial(add_rms_norm_layer, eps=1e-3, implementation=implementation)
     total, out = jax.jit(norm)(x, added, weights, layer=1)
     np.testing.assert_array_equal(total, x + added)

@@ -8,13 +8,14 @@ import pytest
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.nn.linear import Linear, StackedWeight, linears
 from jaxattn.ops.linear.norm_linear import PendingNorm, tokens_of
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import no_races
 
 
 def stream(tokens=1, features=256, implementation=None, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x, added = (jax.random.normal(key, (tokens, 1, features)) for key in keys[:2])
-    norms = 1 + 0.1 * jax.random.normal(keys[2], (4, features))
+    draw = normals(seed)
+    x, added = (draw(tokens, 1, features) for _ in range(2))
+    norms = draw(4, features, mean=1, scale=0.1)
     layer = jnp.int32(1)
     made = PendingNorm(
         x, added, norms, layer=LayerIndex(layer, 2, 1), eps=1e-6, dtype=jnp.bfloat16,
@@ -26,8 +27,7 @@ def stream(tokens=1, features=256, implementation=None, seed=0):
 
 
 def matrix(features=256, columns=128, seed=1, dtype=jnp.bfloat16):
-    weight = jax.random.normal(jax.random.key(seed), (2, features, columns)) * features**-0.5
-    return weight.astype(dtype)
+    return normals(seed)(2, features, columns, scale=features**-0.5, dtype=dtype)
 
 
 @pytest.mark.parametrize("give", [False, True])

@@ -14,6 +14,7 @@ from jaxattn.kernels.moe.launch import scratch
 from jaxattn.kernels.moe.panel_matrix import PanelMatrix
 from jaxattn.moe import mixture_of_experts
 from jaxattn.ops.linear.norm_linear import PendingNorm, array_of
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import no_races, slow
 from tests.helpers.moe_cases import expected, moe_case
 
@@ -22,16 +23,16 @@ EPS = 1e-5
 
 def results(features, positions, *, height=16, first=8, seed=0, interpret=False):
     """Rows of experts at these positions of each panel; all else is NaN."""
-    keys = jax.random.split(jax.random.key(seed), 2)
+    rng = np.random.default_rng(seed)
     width = np.gcd(features, 1024)
     y = np.full((first + height * (features // width), width), np.nan, np.float32)
-    rows = np.asarray(jax.random.normal(keys[0], (len(positions), features)))
+    rows = rng.standard_normal((len(positions), features), np.float32)
     for row, place in zip(rows, positions, strict=True):
         if place >= 0:
             for panel in range(features // width):
                 some = slice(panel * width, (panel + 1) * width)
                 y[first + panel * height + place] = row[some]
-    weights = jax.random.uniform(keys[1], (1, len(positions)))
+    weights = jnp.asarray(rng.random((1, len(positions)), np.float32))
     there = np.asarray(positions) >= 0
     total = (np.asarray(weights[0], np.float64) * there) @ np.where(there[:, None], rows, 0)
     found = ExpertOutputs(
@@ -42,14 +43,11 @@ def results(features, positions, *, height=16, first=8, seed=0, interpret=False)
 
 
 def stream(features, sizes, *, layers=2, seed=0):
-    keys = iter(jax.random.split(jax.random.key(seed), 3 + len(sizes)))
-    x = 3 * jax.random.normal(next(keys), (1, features))
-    norms = 1 + 0.2 * jax.random.normal(next(keys), (2 * layers, features))
+    draw = normals(seed)
+    x = draw(1, features, scale=3)
+    norms = draw(2 * layers, features, mean=1, scale=0.2)
     scale = features**-0.5
-    weights = [
-        (jax.random.normal(next(keys), (layers, features, size)) * scale).astype(jnp.bfloat16)
-        for size in sizes
-    ]
+    weights = [draw(layers, features, size, scale=scale, dtype=jnp.bfloat16) for size in sizes]
     return x, norms, weights
 
 

@@ -16,23 +16,28 @@ from jaxattn.kernels.linear.fp8_linear import choose, linears_fp8_mosaic
 from jaxattn.kernels.linear.linear import LinearTileConfig
 from jaxattn.ops.linear.fp8_linear import gated_fp8_layer, linear_fp8_layer
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import no_races, slow
 
+# Compiled once for all tests of the same shapes.
+deinterleaved = jax.jit(deinterleave_columns)
 
-def case(tokens, inner, *sizes, **options):
-    return at_once(drawn, tokens, inner, *sizes, **options)
+
+@jax.jit
+def quantized(plain, noise):
+    numbers, scale = quantize(plain)
+    return interleave_columns(numbers), scale * jnp.exp(noise)
 
 
-def drawn(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
+def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
     """x, weights and scales; each block of weights is as large as no other."""
-    keys = iter(jax.random.split(jax.random.key(seed), 1 + 2 * len(sizes)))
-    x = jax.random.normal(next(keys), (tokens, inner), dtype)
-    weights, scales = [], []
+    draw, weights, scales = normals(seed), [], []
+    x = draw(tokens, inner, dtype=dtype)
     for size in sizes:
-        plain = jax.random.normal(next(keys), (layers, size, inner)) * inner**-0.5
-        numbers, scale = quantize(plain)
-        weights.append(interleave_columns(numbers))
-        scales.append(scale * jnp.exp(jax.random.normal(next(keys), scale.shape)))
+        plain = draw(layers, size, inner, scale=inner**-0.5)
+        weight, scale = quantized(plain, draw(layers, -(-size // BLOCK), -(-inner // BLOCK)))
+        weights.append(weight)
+        scales.append(scale)
     return x, weights, scales
 
 
@@ -51,7 +56,7 @@ def scanned(x, weights, scales, gated, implementation="mosaic_gpu"):
 def wanted(x, weights, scales, layer, gated=False):
     x, products = np.asarray(x, np.float64), []
     for weight, scale in zip(weights, scales, strict=True):
-        numbers = np.asarray(at_once(deinterleave_columns, np.asarray(weight)[layer])).astype(float)
+        numbers = np.asarray(deinterleaved(np.asarray(weight)[layer])).astype(float)
         wide = np.kron(np.asarray(scale).astype(float)[layer], np.ones((BLOCK, BLOCK)))
         products.append(x @ (numbers * wide[: numbers.shape[0], : numbers.shape[1]]).T)
     if gated:
@@ -244,9 +249,9 @@ def test_every_number_of_fp8_is_exact_on_a_gpu(dtype):
 
 
 def normed_case(inner, *sizes, layers=2, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x, added = (3 * jax.random.normal(key, (1, inner)) for key in keys[:2])
-    norms = 1 + 0.2 * jax.random.normal(keys[2], (2 * layers, inner))
+    draw = normals(seed)
+    x, added = (draw(1, inner, scale=3) for _ in range(2))
+    norms = draw(2 * layers, inner, mean=1, scale=0.2)
     return x, added, norms, *case(1, inner, *sizes, layers=layers, seed=seed + 1)[1:]
 
 

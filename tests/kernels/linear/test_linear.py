@@ -15,21 +15,14 @@ from jaxattn.kernels.linear.linear import LinearTileConfig, choose, linears_mosa
 from jaxattn.kernels.linear.rope_epilogue import RopeEpilogueParams
 from jaxattn.ops.linear.linear import gated_layer, heads_layer, linear_layer
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import no_races, slow
 
 
-def case(tokens, inner, *sizes, **options):
-    return at_once(drawn, tokens, inner, *sizes, **options)
-
-
-def drawn(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
-    keys = iter(jax.random.split(jax.random.key(seed), 1 + len(sizes)))
-    x = jax.random.normal(next(keys), (tokens, inner), dtype)
-    scale = inner**-0.5
-    return x, [
-        (jax.random.normal(next(keys), (layers, inner, size)) * scale).astype(dtype)
-        for size in sizes
-    ]
+def case(tokens, inner, *sizes, layers=2, seed=0, dtype=jnp.bfloat16):
+    draw = normals(seed)
+    x = draw(tokens, inner, dtype=dtype)
+    return x, [draw(layers, inner, size, scale=inner**-0.5, dtype=dtype) for size in sizes]
 
 
 def wanted(x, weights, layer, gated=False):
@@ -158,11 +151,8 @@ def test_a_split_x_on_a_gpu(tokens):
 )
 def test_biases_are_added_before_the_one_rounding(implementation):
     x, weights = case(3, 128, 192, 64)
-    keys = jax.random.split(jax.random.key(1), 2)
-    biases = [
-        9 * jax.random.normal(key, (2, size)) for key, size in zip(keys, (192, 128), strict=True)
-    ]
-    biases[0] = biases[0].astype(jnp.bfloat16)
+    draw = normals(1)
+    biases = [draw(2, 192, scale=9, dtype=jnp.bfloat16), draw(2, 128, scale=9)]
     run = partial(
         linear_layer, layer=1, out_dtypes=[jnp.float32, jnp.bfloat16],
         implementation=implementation,
@@ -181,12 +171,12 @@ def test_biases_are_added_before_the_one_rounding(implementation):
 
 
 def turned_heads(tokens, heads, inner, size, interleaved, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 2)
-    x = jax.random.normal(keys[0], (tokens, heads, inner + 64), jnp.bfloat16)
-    weights = jax.random.normal(keys[1], (2, heads, inner, size)) * inner**-0.5
+    draw = normals(seed)
+    x = draw(tokens, heads, inner + 64, dtype=jnp.bfloat16)
+    weights = draw(2, heads, inner, size, scale=inner**-0.5, dtype=jnp.bfloat16)
     config = RopeConfig(dim=64, interleaved=interleaved)
     turned = rotation(jnp.arange(tokens) * 977, config), config
-    return x, weights.astype(jnp.bfloat16), turned
+    return x, weights, turned
 
 
 def check_turned(tokens, heads, inner, size, interleaved, implementation):
@@ -392,9 +382,9 @@ def test_products_of_heads_are_lowered_for_a_gpu(heads, inner, size, monkeypatch
 
 
 def normed_case(inner, *sizes, layers=2, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    x, added = (3 * jax.random.normal(key, (1, inner)) for key in keys[:2])
-    norms = 1 + 0.2 * jax.random.normal(keys[2], (2 * layers, inner))
+    draw = normals(seed)
+    x, added = (draw(1, inner, scale=3) for _ in range(2))
+    norms = draw(2 * layers, inner, mean=1, scale=0.2)
     return x, added, norms, case(1, inner, *sizes, layers=layers, seed=seed + 1)[1]
 
 

@@ -30,6 +30,7 @@ from jaxattn.kernels.moe.grouped_gemm_mainloop import neighbors
 from jaxattn.kernels.moe.tile_config import choose
 from jaxattn.moe import Router, mixture_of_experts, route
 from jaxattn.ops.moe.routing import choose_experts
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow_interpreted, x64
 from tests.helpers.moe_cases import moe_case
 
@@ -213,8 +214,7 @@ def test_rounding_moves_nothing_across_a_limit():
 @pytest.mark.parametrize("scores, normalize", [("softmax", False), ("sigmoid", True)])
 def test_the_router_gets_its_gradient_through_the_chosen_weights(scores, normalize):
     router = Router(experts=32, top_k=3, scores=scores, normalize=normalize)
-    logits = jax.random.normal(jax.random.key(0), (5, 32))
-    factors = jax.random.normal(jax.random.key(1), (5, 3))
+    logits, factors = normals(0)(5, 32), normals(1)(5, 3)
 
     def total(logits, implementation):
         return (route(logits, None, router, implementation=implementation)[1] * factors).sum()
@@ -231,8 +231,8 @@ def test_the_router_gets_its_gradient_through_the_chosen_weights(scores, normali
 def test_the_router_and_the_gate_of_shared_experts_get_gradients(halves):
     """Of padding, the third token, they are 0."""
     router = Router(experts=32, top_k=2, scores="softmax", normalize=True)
-    logits = jax.random.normal(jax.random.key(0), (4, 128 if halves else 33))
-    factors = jax.random.normal(jax.random.key(1), (4, 3)).at[2].set(0)
+    logits = normals(0)(4, 128 if halves else 33)
+    factors = normals(1)(4, 3).at[2].set(0)
     valid = jnp.array([True, True, False, True])
 
     def total(logits, implementation):

@@ -14,6 +14,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.ops.moe import routing
 from jaxattn.ops.moe.routing import Router
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races
 
 ROUTERS = {
@@ -36,13 +37,12 @@ def choose_experts(*given, **options):
     return jax.device_get(at_once(routing.choose_experts, *given, **options))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def drawn(router, tokens):
     """Logits and biases of few values, so that many scores are equal."""
-    keys = jax.random.split(jax.random.key(tokens), 2)
-    logits = jnp.round(4 * jax.random.normal(keys[0], (tokens, router.experts))) / 2
-    bias = jnp.round(8 * jax.random.normal(keys[1], (router.experts,))) / 16
-    return logits, bias if router.scores == "sigmoid" else None
+    rng = np.random.default_rng(tokens)
+    logits = np.round(4 * rng.standard_normal((tokens, router.experts), np.float32)) / 2
+    bias = np.round(8 * rng.standard_normal(router.experts, np.float32)) / 16
+    return jnp.asarray(logits), jnp.asarray(bias) if router.scores == "sigmoid" else None
 
 
 @pytest.mark.sampled
@@ -96,7 +96,7 @@ def test_halves_shared_experts_their_gate_and_padding_are_in_the_launch(
 def test_one_tokens_list_of_work_is_made_where_it_is_routed(valid, implementation):
     router = ROUTERS["v2-lite"]
     logits, _ = drawn(router, 1)
-    x = jax.random.normal(jax.random.key(1), (1, 192), jnp.bfloat16)
+    x = normals(1)(1, 192, dtype=jnp.bfloat16)
     interpret = implementation == "mosaic_gpu_interpret"
     with no_races() if interpret else contextlib.nullcontext():
         ids, _, listed = choose_experts(

@@ -21,6 +21,7 @@ from jaxattn.ops.moe.experts import mixture_of_experts
 from jaxattn.ops.moe.router_logits import router_products, split_router
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts, supports_fused_router
 from jaxattn.ops.moe.routing import Router, choose_experts
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races, relative, slow, slow_interpreted
 from tests.helpers.moe_cases import expected
 
@@ -233,13 +234,11 @@ def test_what_the_kernel_does_not_have_is_refused():
 
 def unnormed(case, implementation):
     """A stream whose norm is about the case's token, and that norm in float64."""
-    keys = jax.random.split(jax.random.key(7), 2)
-    added = jax.random.normal(keys[0], case.x.shape)
-    norms = (
-        jnp.full((6, case.x.shape[1]), jnp.nan)
-        .at[5]
-        .set(1 + 0.1 * jax.random.normal(keys[1], case.x.shape[1:]))
-    )
+    draw = normals(7)
+    added = draw(*case.x.shape)
+    norms = np.full((6, case.x.shape[1]), np.nan, np.float32)
+    norms[5] = draw(case.x.shape[1], mean=1, scale=0.1)
+    norms = jnp.asarray(norms)
     stream = PendingNorm(
         case.x.astype(jnp.float32), added, norms, layer=LayerIndex(LAYER.repeat, 4, 1), eps=1e-6,
         dtype=jnp.bfloat16, implementation=implementation,

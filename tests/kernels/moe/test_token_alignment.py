@@ -16,6 +16,7 @@ from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
 from jaxattn.kernels.moe.tile_config import choose, most_tiles, padded_rows, stages_of, token_tile
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races, slow
 
 make = jax.jit(align_tokens, static_argnums=(1, 2))
@@ -86,7 +87,7 @@ def test_the_kernel_lists_few_tokens_as_xla_does(tokens, experts, top_k, impleme
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret else contextlib.nullcontext()
     with guard:
-        x = jax.random.normal(jax.random.key(0), (tokens, 320), jnp.bfloat16)
+        x = normals(0)(tokens, 320, dtype=jnp.bfloat16)
         work, rows = at_once(
             align_small_batch,
             jnp.asarray(ids),
@@ -126,7 +127,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
     interpret = implementation == "mosaic_gpu_interpret"
     guard = no_races() if interpret and tokens == 17 else contextlib.nullcontext()
     with guard:
-        x = jax.random.normal(jax.random.key(0), (tokens, 320), jnp.bfloat16)
+        x = normals(0)(tokens, 320, dtype=jnp.bfloat16)
         work, rows = at_once(
             align_and_sort_tokens, jnp.asarray(ids), x, experts, columns,
             blocks=20 if interpret else None, interpret=interpret,
@@ -158,7 +159,7 @@ def check_sorted(work, rows, ids, x, experts, columns):
 )
 def test_segments_are_permuted_as_xla_does(tokens, experts, top_k, columns, some):
     ids = drawn(tokens, experts, top_k, some=some, seed=tokens)
-    x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+    x = normals(0)(tokens, 256, dtype=jnp.bfloat16)
     races = tokens == 70
     with no_races() if races else contextlib.nullcontext():
         work, rows = at_once(
@@ -181,7 +182,7 @@ def test_segments_are_permuted_as_xla_does(tokens, experts, top_k, columns, some
 )
 def test_many_tokens_are_permuted_as_xla_does(tokens, experts, top_k, columns):
     ids = drawn(tokens, experts, top_k, seed=tokens)
-    x = jax.random.normal(jax.random.key(0), (tokens, 256), jnp.bfloat16)
+    x = normals(0)(tokens, 256, dtype=jnp.bfloat16)
     work, rows = jax.jit(permute_tokens, static_argnums=(2, 3))(
         jnp.asarray(ids), x, experts, columns
     )
@@ -195,7 +196,7 @@ def test_many_tokens_are_permuted_as_xla_does(tokens, experts, top_k, columns):
 @both_devices
 def test_a_token_may_name_an_expert_more_than_once(implementation):
     ids = jnp.full((32, 4), 2, jnp.int32)
-    x = jax.random.normal(jax.random.key(0), (32, 256), jnp.bfloat16)
+    x = normals(0)(32, 256, dtype=jnp.bfloat16)
     interpret = implementation == "mosaic_gpu_interpret"
     work, _ = at_once(
         align_and_sort_tokens, ids, x, 6, 16, blocks=4 if interpret else None, interpret=interpret

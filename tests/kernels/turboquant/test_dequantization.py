@@ -10,6 +10,7 @@ import pytest
 from jaxattn.core.turboquant.code_gather import page_codes
 from jaxattn.core.turboquant.codec import LARGEST_F16, PRESETS, TurboFormat, dequantize, plain_keys
 from jaxattn.kernels.turboquant.cache.dequantization import turbo_unpack_mosaic
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import NO_SUCH_PAGE, both_devices, no_races, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:the cache format:UserWarning")
@@ -39,12 +40,15 @@ def case(preset, dim, page, *, rows=2, pages=2, heads=2):
 def expected(form, cache, tables, held, common):
     """float32 [B, n C, Hk, D] of layer 1."""
     there = np.asarray(tables) < cache.shape[1]
-    found = cache[1, np.where(there, tables, 0)]  # [B, n, Hk, bytes]
-    codes = page_codes(form, found)
-    keys = plain_keys(form, codes)  # [B, n, Hk, C, D]
-    if common is not None:
-        keys -= common[:, None, :, None]
-    for x in (keys, dequantize(form, codes)[1]):
+    found = np.asarray(cache)[1, np.where(there, tables, 0)]  # [B, n, Hk, bytes]
+
+    def numbers():
+        codes = page_codes(form, jnp.asarray(found))
+        keys = plain_keys(form, codes)  # [B, n, Hk, C, D]
+        keys = keys if common is None else keys - common[:, None, :, None]
+        return keys, dequantize(form, codes)[1]
+
+    for x in map(np.asarray, at_once(numbers)):
         x = np.where(there[:, :, None, None, None], x, np.nan)
         x = np.where(np.isinf(x), x, np.clip(x, -LARGEST_F16, LARGEST_F16))
         x = x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], x.shape[4])

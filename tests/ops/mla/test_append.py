@@ -12,6 +12,7 @@ from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rotation
 from jaxattn.kernels.mla.append import mla_append_mosaic
 from jaxattn.ops.mla.append import mla_append, pack_mla_weights
 from jaxattn.ops.mla.cache_write import mla_cache_write
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, mla_case, no_races
 from tests.ops.mla.test_cache_write import saturated, tokens_as_bytes
 
@@ -21,11 +22,10 @@ YARN = YarnConfig(factor=40, original_max_position_embeddings=4096, mscale_all_d
 def arguments(lens, q_len, query_rank, config, *, page=64, table_tail=-1):
     """The op's arguments, of a stack of two layers; the cache holds `lens` tokens and poison."""
     case = mla_case(lens, q_len=q_len, page=page, table_tail=table_tail)
-    keys = iter(jax.random.split(jax.random.key(len(lens)), 4))
-    tokens = (len(lens), q_len)
-    kv = jax.random.normal(next(keys), (*tokens, 576))
-    q = None if query_rank is None else jax.random.normal(next(keys), (*tokens, query_rank))
-    norms = [1 + jax.random.normal(next(keys), (2, n or 1)) / 4 for n in (512, query_rank)]
+    draw, tokens = normals(len(lens)), (len(lens), q_len)
+    kv = draw(*tokens, 576)
+    q = None if query_rank is None else draw(*tokens, query_rank)
+    norms = [draw(2, n or 1, mean=1, scale=0.25) for n in (512, query_rank)]
     weights = pack_mla_weights(norms[0], None if q is None else norms[1], rope_dim=config.dim)
     positions = jnp.maximum(case.seq_lens[:, None] - q_len + jnp.arange(q_len), 0)
     return (kv, q, weights, case.kv_cache, case.block_tables, case.seq_lens), positions
