@@ -147,6 +147,7 @@ def steps(model, params, wanted) -> tuple[np.ndarray, np.ndarray]:
     prompt, length = wanted["prompt"][0], wanted["lengths"][0]
     chunk = int(0.6 * length)
     state = init_state(model, CacheSize(pages=4, slots=2), scratch_spec(model, 1, max_pages=3))
+    state = jax.device_put(state, jax.devices()[0])  # as what a step returns, for one program
     tables, slots = np.array([[2, 0, 3]], np.int32), np.array([1], np.int32)
     prefill, decode = jax.jit(model.prefill), jax.jit(model.decode)
     for begin, end in ((0, chunk), (chunk, length)):
