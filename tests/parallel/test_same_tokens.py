@@ -1,9 +1,10 @@
 """In float32 a decoder's greedy tokens over 2, 4 and 8 devices are those of one.
 
 One small decoder has MLA with shared experts behind a gate, a delta net with a wide shared MLP, and
-MLA with a dense MLP; the other has gated grouped-query attention and one matrix as embedding and
-head. Two more have Kimi Delta Attention beside MLA, as Kimi-Linear and Ling-3.0 do. In another an
-indexer chooses fewer tokens than most rows have. Their 61 tokens go evenly over no group.
+MLA with a dense MLP. Two others have gated grouped-query attention, and one matrix as embedding and
+head; one of them has Kimi Delta Attention with experts. Two more have it beside MLA, as Kimi-Linear
+and Ling-3.0 do. In another an indexer chooses fewer tokens than most rows have. Their 61 tokens go
+evenly over no group.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from tests.parallel.cases import SMALL, Stepped, decoder, followed, on_one_devic
 HYBRID = (("mla", "moe"), ("gdn", "wide"), ("mla", "mlp"))
 GROUPED = (("gqa", "moe"), ("gdn", "mlp"))
 SPARSE = (("sparse mla", "mlp"), ("sparse mla without indexer", "moe"))
-KDA = (("kda", "moe"),)
+KDA = (("gqa", "mlp"), ("kda", "moe"))
 KIMI = (("kda", "mlp"), ("unrotated mla", "moe"))
 LING = (("bounded kda", "wide"), ("gated mla", "mlp"))
 
@@ -31,10 +32,9 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 
 
 @pytest.mark.slow_cases(
-    reason="a cut of another axis; found by KDA next to experts and by a delta net next "
-    "to grouped-query attention there, by data groups with experts in "
-    "parallel/test_tiny_checkpoints and by latents over tensor and context in parallel/test_engine "
-    "too"
+    reason="a cut of another axis; found by KDA next to experts and grouped-query attention there, "
+    "by data groups with experts in parallel/test_tiny_checkpoints and by latents and a delta net "
+    "over tensor and context in parallel/test_engine too"
 )
 @pytest.mark.parametrize(
     "layout",
@@ -53,13 +53,16 @@ def test_a_hybrid_with_experts(layout):
     assert_same(HYBRID, False, layout)
 
 
-@pytest.mark.slow_cases(reason="a cut of another axis; found by the other layouts there too")
+@pytest.mark.slow(
+    reason="a cut of another axis; found by grouped-query attention over the same groups next to "
+    "KDA there, and by a delta net over tensor and context in parallel/test_engine too"
+)
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(dict(tensor=2, context=2), marks=pytest.mark.slow),
+        dict(tensor=2, context=2),
         dict(data=2, tensor=2, context=2),
-        pytest.param(dict(tensor=8, context=2), marks=pytest.mark.slow),
+        dict(tensor=8, context=2),
     ],
     ids=str,
 )
@@ -101,19 +104,20 @@ def test_a_choice_among_fp8_keys_in_steps_of_prompts_and_rows():
 
 
 @pytest.mark.slow_cases(
-    reason="a cut of another axis; found by the other layouts there, and by latents over tensor "
-    "and context in parallel/test_engine too"
+    reason="a cut of another axis; found by KDA next to grouped-query attention there, and by "
+    "latents over tensor and context in parallel/test_engine too"
 )
 @pytest.mark.parametrize(
-    "layers, layout",
+    "layers, tied, layout",
     [
-        (KDA, dict(tensor=2)),
-        pytest.param(KIMI, dict(tensor=2), marks=pytest.mark.slow),
-        pytest.param(LING, dict(tensor=2), marks=pytest.mark.slow),
-        pytest.param(KIMI, dict(data=2, tensor=4, context=2), marks=pytest.mark.slow),
+        (KDA, True, dict(data=2, tensor=2, context=2)),
+        pytest.param(KDA[1:], False, dict(tensor=2), marks=pytest.mark.slow),
+        pytest.param(KIMI, False, dict(tensor=2), marks=pytest.mark.slow),
+        pytest.param(LING, False, dict(tensor=2), marks=pytest.mark.slow),
+        pytest.param(KIMI, False, dict(data=2, tensor=4, context=2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 @on_virtual_devices
-def test_kimi_delta_attention(layers, layout):
-    assert_same(layers, False, layout)
+def test_kimi_delta_attention(layers, tied, layout):
+    assert_same(layers, tied, layout)
