@@ -685,7 +685,7 @@ def test_a_character_appears_when_its_last_byte_does_and_half_of_one_is_replaced
     assert out.getvalue() == "x€\ufffd\ufffd\n"
 
 
-def test_a_terminal_gets_colour_a_dim_prompt_and_no_control_characters():
+def test_a_terminal_gets_color_a_dim_prompt_and_no_control_characters():
     first, second = Request(b"a\n\x07", id=0), Request(b"b", id=1)
     text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
     feed(text_stream, first, b"\x1b[2J\n")
@@ -699,7 +699,7 @@ def test_no_color(monkeypatch):
     first, second = Request(b"a", id=0), Request(b"b", id=1)
     text_stream, out = stream([first, second], force_terminal=True, color_system="standard")
     feed(text_stream, first, b"1\n")
-    assert out.getvalue() == "[1] \x1b[2ma\x1b[0m1\n"  # dim is no colour
+    assert out.getvalue() == "[1] \x1b[2ma\x1b[0m1\n"  # dim is no color
 
 
 def test_a_request_that_never_ran_prints_nothing():

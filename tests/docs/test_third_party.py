@@ -1,4 +1,4 @@
-"""Every dependency has its licence in THIRD_PARTY.md; the version stands in one place."""
+"""Every dependency has its license in THIRD_PARTY.md; the version stands in one place."""
 
 import re
 import tomllib
@@ -19,11 +19,11 @@ NAMES = sorted(
     }
     - {"jaxattn"}
 )
-# What a licence may be called in a package's metadata, by what THIRD_PARTY.md calls it.
+# What a license may be called in a package's metadata, by what THIRD_PARTY.md calls it.
 WORDS = {"Apache-2.0": "apache", "MIT": "mit", "BSD": "bsd", "MPL-2.0": "mozilla|mpl"}
 
 
-def licence(name: str) -> str | None:
+def license(name: str) -> str | None:
     """What THIRD_PARTY.md says of a package."""
     for line in (ROOT / "THIRD_PARTY.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -33,8 +33,8 @@ def licence(name: str) -> str | None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dependency_has_its_licence_listed(name):
-    listed = licence(name.replace("_", "-"))
+def test_a_dependency_has_its_license_listed(name):
+    listed = license(name.replace("_", "-"))
     assert listed, f"THIRD_PARTY.md has no line for {name}"
     try:
         stated = metadata(name)

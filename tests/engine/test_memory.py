@@ -192,7 +192,7 @@ def test_matrices_are_read_from_their_stacks(device, gdn_per_repeat, depth):
         if (leaf.ndim > 2 and "conv1d" not in name) or "gdn_weights" in name
     }
     text = step.as_text().replace("\\'", "'")
-    assert all(f'op_name="{name}"' in text for name in matrices)  # so that a copy is recognised
+    assert all(f'op_name="{name}"' in text for name in matrices)  # so that a copy is recognized
     for copy in check_aliasing(step, slack=0).copies:
         if copy.leaf in matrices:
             # The CPU backend copies a layer's matrix before its product: that one, never the stack.

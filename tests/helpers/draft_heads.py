@@ -172,7 +172,7 @@ class PredictionLayer:
 
 
 def rotated(x: np.ndarray, *, pairs: bool = False) -> np.ndarray:
-    """x [T, H, D] rotated by RoPE, in halves, or in neighbouring pairs."""
+    """x [T, H, D] rotated by RoPE, in halves, or in neighboring pairs."""
     dim = x.shape[-1]
     angles = np.arange(len(x))[:, None] * 1e4 ** (-np.arange(0, dim, 2) / dim)
     cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]

@@ -76,7 +76,7 @@ def is_zero(array: Any) -> None:
 
 
 def fp8_scale(out: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(amax, scale) of per-tensor FP8 quantisation of the whole batch, which one NaN ruins."""
+    """(amax, scale) of per-tensor FP8 quantization of the whole batch, which one NaN ruins."""
     amax = np.abs(np.asarray(out, np.float32)).max()
     return np.asarray(amax), np.asarray(amax / np.float32(448))
 

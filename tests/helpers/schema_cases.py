@@ -41,7 +41,7 @@ FORMATS = (
 FLOAT32 = 3.4028234663852886e38
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "red"
     GREEN = "green"
 
@@ -65,7 +65,7 @@ def pydantic_schema(luck: random.Random) -> dict[str, Any]:
     """The schema of a random model with pydantic's own types."""
     field = pydantic.Field
     kinds: list[Any] = [
-        str, int, float, bool, str | None, list[int], dict[str, int], Colour, Tree,
+        str, int, float, bool, str | None, list[int], dict[str, int], Color, Tree,
         datetime.date, datetime.datetime, uuid.UUID, Literal["a", 'b"', 3], int | str,
         Annotated[int, field(ge=-(2**63), le=2**63 - 1)],
         Annotated[int, field(gt=0, lt=2**32)],

@@ -139,7 +139,7 @@ def test_a_missing_folder_is_named(tmp_path):
         ("{", "is not a model's configuration"),
         ("[]", "it is not a JSON object"),
         ("{}", "missing field vocab_size"),
-        (json.dumps(SMALL.to_dict() | {"colour": 1}), "unknown field colour"),
+        (json.dumps(SMALL.to_dict() | {"color": 1}), "unknown field color"),
         (json.dumps(SMALL.to_dict() | {"hidden_size": -1}), "hidden_size must be an integer"),
         (json.dumps(SMALL.to_dict() | {"rms_norm_eps": math.nan}), "rms_norm_eps must be .* nan"),
         (

@@ -345,11 +345,11 @@ def test_experts_are_in_the_layers_that_the_configuration_says(changes, kinds):
     assert [type(block.feed_forward) for block in blocks] == kinds
 
 
-def test_weights_of_chosen_experts_are_normalised_if_the_configuration_says_so():
-    def normalised(values):
+def test_weights_of_chosen_experts_are_normalized_if_the_configuration_says_so():
+    def normalized(values):
         return read(values).spec.blocks[0].feed_forward.router.normalize
 
-    assert not normalised(MOE) and normalised(MOE | {"norm_topk_prob": True})
+    assert not normalized(MOE) and normalized(MOE | {"norm_topk_prob": True})
     # As transformers spells it.
     spelled = {name: value for name, value in MOE.items() if name != "num_experts"}
     assert read(spelled | {"num_local_experts": 8}) == read(MOE)

@@ -187,8 +187,8 @@ def test_real_rows_are_bitwise_the_same_whatever_stands_beside_them():
     alone, beside = Rows(SMALL), Rows(SMALL, dirt=0.25)
     alone.prefill(6, 0), beside.prefill(6, 4, padding=11)
     for n in range(3):
-        with_neighbour, without = beside.decode(1, n % 2, padding=7), alone.decode(1, 0)
-        np.testing.assert_array_equal(with_neighbour[0], without[0])
+        with_neighbor, without = beside.decode(1, n % 2, padding=7), alone.decode(1, 0)
+        np.testing.assert_array_equal(with_neighbor[0], without[0])
 
 
 def test_a_step_of_padding_alone_writes_nothing_and_returns_zeros():

@@ -76,7 +76,7 @@ class Model(nnx.Module):
 
 
 def trained() -> Model:
-    """Three steps, so that no parameter is as it was initialised."""
+    """Three steps, so that no parameter is as it was initialized."""
     model = Model(nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (BATCH, TOKENS + 1), 0, VOCAB)
     losses, grads = train(model, tokens, 3)

@@ -324,7 +324,7 @@ def test_an_id_has_the_form_that_the_template_expects(name, form):
         ("", "hermes"),
     ],
 )
-def test_a_format_is_recognised_from_the_template(template, name):
+def test_a_format_is_recognized_from_the_template(template, name):
     assert MessageFormat.of(template).style.name == name
     assert MessageFormat.of(template, "llama3").style.name == "llama3"
 

@@ -82,7 +82,7 @@ def test_the_pattern_divides_words(text, words, grown):
 
 
 def joined(word, ranks):
-    """How tiktoken divides a word: of all neighbours it joins those of the lowest rank first."""
+    """How tiktoken divides a word: of all neighbors it joins those of the lowest rank first."""
     if word in ranks:
         return [ranks[word]]
     parts = [word[place : place + 1] for place in range(len(word))]

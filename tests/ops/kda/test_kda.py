@@ -64,7 +64,7 @@ def test_decays_of_exactly_one_are_the_delta_rule_without_a_gate(op):
 
 
 @OPS
-def test_a_cleared_channel_forgets_and_its_neighbours_do_not(op):
+def test_a_cleared_channel_forgets_and_its_neighbors_do_not(op):
     """A write into cleared channels: exactly what they held before is lost, to the bit."""
     inputs = make(1, 20, 1, 1, 32, 16, "none")
     inputs.g[0, 10, 0, ::2] = -1000.0

@@ -80,7 +80,7 @@ def test_a_batch_of_padding_alone_is_zero():
     assert np.isneginf(lse).all()
 
 
-def test_a_longer_neighbour_does_not_change_a_rows_bits():
+def test_a_longer_neighbor_does_not_change_a_rows_bits():
     """It makes the loop read more blocks, all masked for the short row."""
     pool = make_pool([70, 1000], page=64, dim=24)
     q = normal(2, 1, 3, 24)

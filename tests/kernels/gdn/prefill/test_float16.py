@@ -47,7 +47,7 @@ def test_packed_sequences(value_heads, split_tokens):
 
 @heads
 @splits
-def test_rows_that_are_normalised_already(value_heads, split_tokens):
+def test_rows_that_are_normalized_already(value_heads, split_tokens):
     """One sequence without offsets, and keys that the kernel takes as they are."""
     case = make_case(
         [1024], key_heads=2, value_heads=value_heads, dtype=jnp.float16, gates=0.05, padding=0
