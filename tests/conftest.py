@@ -50,7 +50,6 @@ from tests.helpers.executables import (  # noqa: E402
     with_locations,
 )
 from tests.helpers.interpreter import use_numpy_callbacks  # noqa: E402
-from tests.helpers.lowering import lower_quickly  # noqa: E402
 from tests.helpers.virtual_devices import end_virtual_devices  # noqa: E402
 
 # JAX records the source location of each operation, ten callers deep. No test reads the callers,
@@ -62,7 +61,6 @@ if jax.default_backend() == "cpu":
     leave_out_locations()
     keep_freed_memory()
     use_numpy_moves()
-    lower_quickly()
 use_numpy_callbacks()
 share_executables()
 # The collector needs to look at imported objects only once, because most of them stay.

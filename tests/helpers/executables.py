@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.lowering import lowered_as_functions
-
 # (module, function) that leave_out_locations has replaced, if it has.
 LOCATIONS: list[tuple[Any, Any]] = []
 MOST = 1024  # number of programs to keep, the most recently used ones
@@ -77,7 +75,7 @@ def leave_out_locations(*, scopes: bool = False) -> None:
 @contextlib.contextmanager
 def with_locations() -> Iterator[None]:
     """Restores locations for tests that read the scope or function of a compiled instruction."""
-    with pytest.MonkeyPatch.context() as patch, lowered_as_functions():
+    with pytest.MonkeyPatch.context() as patch:
         for module, function in LOCATIONS:
             patch.setattr(module, "source_info_to_location", function)
         yield

@@ -23,7 +23,6 @@ from tests.helpers.executables import (
     leave_out_locations,
     share_executables,
 )
-from tests.helpers.lowering import lower_quickly
 
 DEVICES = 8
 FLAGS = (
@@ -50,7 +49,6 @@ def _begin() -> None:
 
     leave_out_locations(scopes=True)
     keep_freed_memory()
-    lower_quickly()
     share_executables()
     gc.set_threshold(1_000_000, 20, 20)
     jax.config.update("jax_default_matmul_precision", "highest")
