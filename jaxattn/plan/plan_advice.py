@@ -147,7 +147,7 @@ def advice(
     if found:
         return tuple(found)
     buckets = ("decode_buckets", "prefill_buckets")
-    given = {name: getattr(limits, name) for name in buckets if name not in limits.unset}
+    given = [name for name in buckets if name not in limits.unset and getattr(limits, name)]
     without = cast(Any, dict.fromkeys(given, ()))
     plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **without)
     one_row = dataclasses.replace(plain, batch=1)
@@ -156,12 +156,11 @@ def advice(
         return (f"a larger device (--device): {MOST_GPUS} of these are not enough",)
     on = dataclasses.replace(place, gpus=gpus)
     changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
-    if not fits(plain, on):
-        changes.append(f"--batch {smaller('batch', on, plain)}")
+    if not fits(plain, on) and (rows := smaller("batch", on, plain)):
+        changes.append(f"--batch {rows}")
     if max(limits.q_lens) > 1:
         changes.append("--q-len 1")
     if limits.num_pages:
         changes.append("no --num-pages")
-    if any(given.values()):
-        changes.append("no --decode-buckets")
+    changes += [f"no --{name.replace('_', '-')}" for name in given]
     return (" with ".join(changes),)

@@ -32,6 +32,11 @@ def norms_features(features: int) -> bool:
     return features % HALF == 0 and THREADS <= features <= MOST_FEATURES
 
 
+def op_of(added: jax.Array | None) -> str:
+    """Returns the name of the op that was called, for errors: one of them adds to x."""
+    return "rms_norm_layer" if added is None else "add_rms_norm_layer"
+
+
 def rms_norm_mosaic(
     x: jax.Array,
     weights: jax.Array,
@@ -48,7 +53,7 @@ def rms_norm_mosaic(
 
     `affine` (a, b): the layer is `a * layer + b`. Without `added` there is no sum.
     """
-    op = "rms_norm_layer" if added is None else "add_rms_norm_layer"
+    op = op_of(added)
     require_hopper(op, interpret=interpret)
     features = x.shape[-1]
     if not norms_features(features) or x.size == 0:

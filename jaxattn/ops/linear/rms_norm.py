@@ -16,7 +16,7 @@ from jaxattn.core.validation.array_checks import (
     check_layer,
     finite,
 )
-from jaxattn.kernels.linear.rms_norm import rms_norm_mosaic
+from jaxattn.kernels.linear.rms_norm import op_of, rms_norm_mosaic
 
 
 def rms_norm_layer(
@@ -84,7 +84,7 @@ def _normed(
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
     """Returns (the sum, or x if nothing is added; its norm)."""
-    op = "rms_norm_layer" if added is None else "add_rms_norm_layer"
+    op = op_of(added)
     weights = OpArguments(op).check("weights", weights, "L F", FLOATS)
     check_features(op, x, "F", "weights", weights.shape, -1)
     eps = finite(op, "eps", eps)
