@@ -7,6 +7,11 @@ import numpy as np
 from jax import Array
 
 
+def normal(*shape, seed=1, scale=1.0):
+    """Normal numbers, float32; equal seeds and shapes give equal numbers."""
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
 def normals(seed: int) -> Callable[..., Array]:
     """Returns a function (*shape, scale, mean, dtype) that draws normal numbers."""
     rng = np.random.default_rng(seed)

@@ -21,10 +21,6 @@ class Pool(NamedTuple):
     values: list
 
 
-def normal(*shape, seed=1, scale=1.0):
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
 def make_pool(
     lens, *, page, kv_heads, dim, layer=1, seed=0, poison=np.nan, beyond=BEYOND[0], unread=None
 ):

@@ -32,10 +32,6 @@ def make_pool(lens, *, page, dim, seed=0, poison=np.nan, beyond=BEYOND[0], width
     return Pool(cache, tables, np.array(lens, np.int32), latents)
 
 
-def normal(*shape, seed=1, scale=1.0):
-    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
-
-
 def attend(query, keys, values, scale):
     """Attention of one query to the keys that it sees, in float64."""
     if len(keys) == 0:

@@ -10,7 +10,8 @@ from flax import nnx
 
 from jaxattn.core.numerics.rope import RopeConfig, inv_freq
 from jaxattn.nn import GroupedQueryAttention
-from tests.helpers.gqa_reference import attend_numpy, normal
+from tests.helpers.draws import normal
+from tests.helpers.gqa_reference import attend_numpy
 from tests.helpers.kernel_cases import slow
 
 HIDDEN, HEADS, KV_HEADS, DIM, PAGE = 12, 4, 2, 8, 4

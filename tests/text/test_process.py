@@ -13,6 +13,7 @@ import pytest
 from jaxattn.text import TextError
 from jaxattn.text.renderer_process import FILE, RendererProcess
 from jaxattn.text.template_renderer import packed, receive, send
+from tests.helpers.kernel_cases import slow
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ECHO = "{{ messages[0].content }}"
@@ -61,20 +62,12 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.slow_cases(
+    reason="a template that its process does not end; text/test_process.py finds it with loops, "
+    "with a call of C and with a template that compiles for long, too"
+)
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.slow(
-                reason="a template that its process does not end; text/test_process.py finds it "
-                "with loops, with a call of C and with a template that compiles for long, too"
-            ),
-        )
-        if name in ("a filter", "macros")
-        else name
-        for name in ENDLESS
-    ],
+    "name", [slow(name) if name in ("a filter", "macros") else name for name in ENDLESS]
 )
 def test_a_template_without_end_is_stopped(name, hasty):
     start = time.monotonic()

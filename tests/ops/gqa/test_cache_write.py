@@ -8,7 +8,7 @@ import pytest
 from jaxattn import gqa
 from jaxattn.core.cache.formats import FP8, FP8_BITS
 from jaxattn.core.layer_index import LayerIndex
-from tests.helpers.gqa_reference import normal
+from tests.helpers.draws import normal
 
 PAGE, PAGES, KV_HEADS, DIM = 4, 9, 2, 3
 TABLES = np.array([[7, 1, 3], [0, 5, 2], [-1, 99, 2**30], [6, 6, 6]], np.int32)

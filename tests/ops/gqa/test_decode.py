@@ -12,13 +12,13 @@ from jaxattn.arena import Arena
 from jaxattn.core.layer_index import LayerIndex
 from jaxattn.ops.gqa.decode import DECODE_BLOCK
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normal
 from tests.helpers.gqa_reference import (
     BEYOND,
     assert_close,
     assert_same_bits,
     attend_numpy,
     make_pool,
-    normal,
 )
 
 decode = functools.partial(gqa.gqa_decode, implementation="xla", layer=1)

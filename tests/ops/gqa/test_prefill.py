@@ -9,13 +9,13 @@ import pytest
 
 from jaxattn import gqa
 from jaxattn.ops.gqa import prefill as prefill_module
+from tests.helpers.draws import normal
 from tests.helpers.gqa_reference import (
     BEYOND,
     assert_close,
     assert_same_bits,
     attend_numpy,
     make_pool,
-    normal,
 )
 from tests.helpers.kernel_cases import slow
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jaxattn import mla
 from jaxattn.core.numerics.rope import RopeConfig, rotation
 from jaxattn.nn import MultiHeadLatentAttention
+from tests.helpers.draws import normal
 from tests.helpers.kernel_cases import both_devices
-from tests.helpers.mla_cases import normal
 
 # Two rows of 5 and 9 tokens in pages of 4, of a cache of 6 pages.
 TABLES = np.array([[1, 3, -1], [0, 2, 5]], np.int32)

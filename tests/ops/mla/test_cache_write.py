@@ -15,8 +15,9 @@ import pytest
 from jaxattn import mla
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.core.numerics.rope import RopeConfig, Rotation, rope, rotation
+from tests.helpers.draws import normal
 from tests.helpers.kernel_cases import x64
-from tests.helpers.mla_cases import assert_same_bits, decode_numpy, normal, prefill_numpy
+from tests.helpers.mla_cases import assert_same_bits, decode_numpy, prefill_numpy
 
 E4M3, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 BLOCK_SCALED = LatentFormat(np.uint8)

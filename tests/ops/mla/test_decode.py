@@ -14,13 +14,13 @@ from jax import lax
 from jaxattn import mla
 from jaxattn.arena import Arena, ArenaError
 from jaxattn.ops.mla.decode import DECODE_BLOCK
+from tests.helpers.draws import normal
 from tests.helpers.mla_cases import (
     BEYOND,
     assert_same_bits,
     attend,
     decode_numpy,
     make_pool,
-    normal,
     prefill_numpy,
 )
 

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from tests.helpers.mla_cases import (
-    assert_same_bits,
-    attend,
-    normal,
-)
+from tests.helpers.draws import normal
+from tests.helpers.mla_cases import assert_same_bits, attend
 
 
 def causal_numpy(q, k, v, lengths, scale):

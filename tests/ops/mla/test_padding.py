@@ -6,13 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers.mla_cases import (
-    BEYOND,
-    assert_same_bits,
-    decode_numpy,
-    make_pool,
-    normal,
-)
+from tests.helpers.draws import normal
+from tests.helpers.mla_cases import BEYOND, assert_same_bits, decode_numpy, make_pool
 from tests.ops.mla.test_decode import POISONS, decode
 
 

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from tests.helpers.mla_cases import (
-    make_pool,
-    normal,
-    prefill_numpy,
-)
+from tests.helpers.draws import normal
+from tests.helpers.mla_cases import make_pool, prefill_numpy
 from tests.ops.mla.test_decode import decode
 
 HEADS, NOPE, RANK, ROPE, VALUES = 2, 6, 16, 8, 5

@@ -9,8 +9,9 @@ from jaxattn import mla
 from jaxattn.arena import Arena
 from jaxattn.core.cache.formats import LatentFormat
 from jaxattn.ops.mla.sparse import attend, index
+from tests.helpers.draws import normal
 from tests.helpers.mla_cases import attend as attend_numpy
-from tests.helpers.mla_cases import make_pool, normal
+from tests.helpers.mla_cases import make_pool
 
 HEADS, RANK, ROPE, DIM, PAGE = 3, 16, 8, 24, 16
 INDEX_HEADS, INDEX_DIM, TOP_K = 5, 8, 20

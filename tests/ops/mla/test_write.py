@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 
 from jaxattn import mla
-from tests.helpers.mla_cases import (
-    assert_same_bits,
-    make_pool,
-    normal,
-)
+from tests.helpers.draws import normal
+from tests.helpers.mla_cases import assert_same_bits, make_pool
 
 
 def write_numpy(cache, latent, tables, lens, query_lens):
