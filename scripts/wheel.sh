@@ -56,6 +56,10 @@ print("jaxattn", jaxattn.__version__, "from the wheel, with", *sorted(commands))
 # The baselines of the bench stay in the repository; what it times without them runs.
 code=0
 "$bin/jaxattn-bench" mla --small 2>bench.txt || code=$?
-test "$code" = 2 && grep "baselines run from a checkout of the repository" bench.txt
+if [ "$code" != 2 ] || ! grep -e --no-peers bench.txt; then
+    cat bench.txt
+    echo "without baselines, jaxattn-bench exited with $code; expected 2 and an error that names --no-peers" >&2
+    exit 1
+fi
 "$bin/jaxattn-bench" mla --small --no-peers --only 2,16,256,1 >/dev/null
 "$bin/python" -m pytest -q -p no:cacheprovider test_dispatch.py
