@@ -1,7 +1,6 @@
 """Cases of MLA attention over lists of positions, and their float64 reference in NumPy."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -43,11 +42,9 @@ class SparseCase:
         return np.where((lens > 0) & (at < queries), np.maximum(lens - queries + at + 1, 0), 0)
 
 
-@functools.partial(jax.jit, static_argnames="format")
-def _stored(latents: Any, scale: Any, format: LatentFormat) -> tuple[Any, Any]:
-    """Latents as the cache has them, and as they are read."""
-    packed = format.pack(latents, scale)
-    return packed, format.unpack(packed, scale)
+# Two programs: in one, XLA's GPU compiler would omit the rounding.
+_pack = jax.jit(LatentFormat.pack, static_argnums=0)
+_unpack = jax.jit(LatentFormat.unpack, static_argnums=0)
 
 
 def sparse_case(
@@ -111,7 +108,8 @@ def sparse_case(
         numbers = np.full((len(of_row), RANK + ROPE), np.nan, np.float32)
         numbers[of_row] = rng.normal(size=(of_row.sum(), RANK + ROPE))
         rows.append(numbers)
-    packed, unpacked = _stored(np.concatenate(rows), scale, format)
+    packed = _pack(format, np.concatenate(rows), scale)
+    unpacked = _unpack(format, packed, scale)
     ends = np.cumsum([len(numbers) for numbers in rows])[:-1]
     *stored, (nothing,) = np.split(np.asarray(packed), ends)
     latents = np.split(np.asarray(unpacked, np.float64), ends)[:-1]

@@ -259,6 +259,15 @@ class KVFormat:
         numbers = kv if kv.dtype == FP8 else lax.bitcast_convert_type(kv, FP8)
         return lax.stop_gradient(numbers).astype(jnp.float32) * kv_scale[..., None]
 
+    def round_trip(
+        self, kv: Float[Array, "*t 2 Hk D"], kv_scale: Any = None
+    ) -> Float[Array, "*t 2 Hk D"]:
+        """Returns keys and values as a cache returns them.
+
+        In one program, XLA's GPU compiler would omit the rounding of `unpack(pack(kv))`.
+        """
+        return self.unpack(lax.optimization_barrier(self.pack(kv, kv_scale)), kv_scale)
+
 
 def _as_bytes(x: jax.Array) -> jax.Array:
     """Returns the little-endian bytes, uint8 [*x.shape, itemsize]; XLA fuses the shifts."""

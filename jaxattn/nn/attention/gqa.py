@@ -358,7 +358,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Keys and values after a round trip through the FP8 cache."""
         stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
-        both = stored.unpack(stored.pack(jnp.stack([k, v], axis=2), scale), scale)
+        both = stored.round_trip(jnp.stack([k, v], axis=2), scale)
         return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
 
     def _check_cache(

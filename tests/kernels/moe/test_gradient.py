@@ -179,6 +179,7 @@ def test_the_forward_of_a_gradient_is_the_op():
 
 
 @pytest.mark.gpu
+@pytest.mark.large  # XLA's products take 22 GiB
 @pytest.mark.parametrize("chosen", [None, [5, -1, -1, -1, -1, -1]])
 def test_v2_lite_has_the_same_bits_twice(chosen):
     made = case(2048, 64, 6, features=2048, width=1408, chosen=chosen)
