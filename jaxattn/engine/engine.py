@@ -121,7 +121,7 @@ class Engine(EngineLifecycle):
             EngineBusyError: Another thread uses the engine.
             RuntimeError: The engine is closed.
         """
-        with self._alone("add", nested=True):
+        with self._exclusive("add", nested=True):
             return self._add(request)
 
     def abort(self, id: int) -> bool:
@@ -132,11 +132,11 @@ class Engine(EngineLifecycle):
         Raises:
             EngineBusyError: Another thread uses the engine.
         """
-        with self._alone("abort", nested=True):
+        with self._exclusive("abort", nested=True):
             row = next((r for r in self.scheduler.rows.values() if r.request.id == id), None)
             if row is not None:
                 self._endings.end(row, FinishReason.ABORTED)
-            elif queued := self.scheduler.withdraw(id):
+            elif queued := self.scheduler.remove_waiting(id):
                 self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
             else:
                 return False
@@ -164,7 +164,7 @@ class Engine(EngineLifecycle):
                 other error, including Ctrl-C, ends all rows, because the device may have advanced
                 their states. The next `step` serves the requests that wait.
         """
-        with self._alone("step"):
+        with self._exclusive("step"):
             self._start()
             with self._ending_rows():
                 return self._step()
@@ -199,7 +199,7 @@ class Engine(EngineLifecycle):
         for name, call in (("on_token", on_token), ("on_finish", on_finish)):
             if call is not None and not callable(call):
                 raise TypeError(f"generate: {name} must be callable, got {type(call).__name__}")
-        with self._alone("generate"):
+        with self._exclusive("generate"):
             if self.busy:
                 raise EngineBusyError(
                     "generate: some added requests are not finished; call step() until the "
@@ -254,11 +254,11 @@ class Engine(EngineLifecycle):
             requests = [
                 Request(each, max_tokens=0, prompt_logprobs=top, **options) for each in prompts
             ]
-            return [each.prompt_logprobs for each in self._whole("score", requests)]
+            return [each.prompt_logprobs for each in self._run_to_length("score", requests)]
         if not isinstance(starts, Iterable):
             raise TypeError(f"score: starts must be integers, one for each text; got {starts!r}")
         requests = _replays(list(prompts), list(starts), logprobs=top, **options)
-        done = self._whole("score", requests)
+        done = self._run_to_length("score", requests)
         return [(*(None,) * len(each.request.prompt), *each.logprobs) for each in done]
 
     def embed(
@@ -283,11 +283,11 @@ class Engine(EngineLifecycle):
         """
         requests = [Request(each, max_tokens=0, pooling=pooling) for each in prompts]
         found = np.zeros((len(requests), *self.model.hidden_shape.shape), np.float32)
-        for row, each in zip(found, self._whole("embed", requests), strict=True):
+        for row, each in zip(found, self._run_to_length("embed", requests), strict=True):
             row[:] = each.embedding
         return found
 
-    def _whole(self, what: str, requests: list[Request]) -> list[Completion]:
+    def _run_to_length(self, what: str, requests: list[Request]) -> list[Completion]:
         """Serves requests and raises RuntimeError unless each one ended by its length."""
         done = self.generate(requests)
         for place, each in enumerate(done):
@@ -328,7 +328,7 @@ class Engine(EngineLifecycle):
         ended = [event for event in events if isinstance(event, FinishEvent)]
         for event in ended:  # before a callback can be interrupted
             done.setdefault(event.completion.request.id, event.completion)
-        _tell(events, on_token, on_finish)
+        _run_callbacks(events, on_token, on_finish)
 
     def _interrupt(self, requests: list[Request], done: dict[int | None, Completion]) -> None:
         """Ends unfinished requests: rows with the tokens they have generated, others with none."""
@@ -378,7 +378,9 @@ def _replays(texts: list[Sequence[int]], starts: list[int], **options: Any) -> l
     ]
 
 
-def _tell(events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None) -> None:
+def _run_callbacks(
+    events: Sequence[Event], on_token: OnToken | None, on_finish: OnFinish | None
+) -> None:
     """Calls the callbacks, in the order of the events."""
     for event in events:
         if type(event) is TokenEvent:  # most events; a round of 256 rows has up to 2,048

@@ -105,7 +105,7 @@ class EngineLifecycle:
     @property
     def state(self) -> DecodeState:
         """The arena and the caches, which the first access allocates."""
-        with self._alone("state", nested=True):
+        with self._exclusive("state", nested=True):
             self._start()
             assert self._runner is not None
             return self._runner.state
@@ -129,7 +129,7 @@ class EngineLifecycle:
             RuntimeError: The engine is closed, or it has already started and `params` is given.
             EngineBusyError: Another thread uses the engine.
         """
-        with self._alone("start", nested=True):
+        with self._exclusive("start", nested=True):
             if params is not None:
                 if self._runner is not None:
                     raise RuntimeError("start: this engine is already running; create another one")
@@ -209,7 +209,7 @@ class EngineLifecycle:
             ValueError: `params` are not the model's, the engine has no parameters yet, or its
                 devices belong to several processes.
         """
-        with self._alone("expect_updates"):
+        with self._exclusive("expect_updates"):
             weights = self._updated("expect_updates")
             weights.compile(weights.check(params, shapes=True))
 
@@ -249,7 +249,7 @@ class EngineLifecycle:
         if in_flight not in get_args(InFlight):
             names = ", ".join(map(repr, get_args(InFlight)))
             raise ValueError(f"in_flight must be one of {names}; got {in_flight!r}")
-        with self._alone("update"):
+        with self._exclusive("update"):
             weights = self._updated("update")
             sealed = self._runner is not None or self._released
             arriving = weights.check(params, strict=sealed and self.seal.strict)
@@ -287,7 +287,7 @@ class EngineLifecycle:
             ValueError: The engine spans several processes, or has no parameters yet.
             EngineBusyError: Another thread uses the engine, or a callback called it.
         """
-        with self._alone("release"):
+        with self._exclusive("release"):
             buffers, freed = self._updated("release"), 0
             if self._runner is not None:
                 with self._ending_rows():
@@ -308,7 +308,7 @@ class EngineLifecycle:
             RuntimeError: `release` also freed the weights, and no `update` has replaced them.
             EngineBusyError: Another thread uses the engine, or a callback called it.
         """
-        with self._alone("resume"):
+        with self._exclusive("resume"):
             if not self._released:
                 return
             assert self._weights is not None and self._allocate is not None
@@ -335,7 +335,7 @@ class EngineLifecycle:
         assert self._weights is not None
         if self._loop is not None:
             finishes = in_flight == "finish" and not self._weights.gone
-            held = self.scheduler.hold_back() if finishes else []
+            held = self.scheduler.remove_unstarted() if finishes else []
             try:
                 while finishes and self.scheduler.busy:
                     self._start()  # after a failed step, which loses the state
@@ -344,7 +344,7 @@ class EngineLifecycle:
                 with self._ending_rows():
                     self._loop.finish()
             finally:
-                self.scheduler.put_back(held)
+                self.scheduler.requeue_unstarted(held)
         scheduler = self.scheduler
         if in_flight == "abort":
             for row in list(scheduler.rows.values()):
@@ -354,7 +354,7 @@ class EngineLifecycle:
                 self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
         scheduler.preempt_all()
         for queued in scheduler.waiting:
-            queued.outlives_weights()
+            queued.continue_with_new_weights()
 
     def _loop_of(self) -> OverlapLoop:
         assert self._loop is not None
@@ -386,7 +386,7 @@ class EngineLifecycle:
         Args:
             crew: The group from `ProcessGroup.leading`; `close` ends it.
         """
-        with self._alone("lead", nested=True):
+        with self._exclusive("lead", nested=True):
             self._start()
             assert self._runner is not None
             self._runner = DriverRunner.of(self._runner, crew)
@@ -401,7 +401,7 @@ class EngineLifecycle:
         Raises:
             HostError: The leader is gone.
         """
-        with self._alone("follow"):
+        with self._exclusive("follow"):
             self._start()
             assert self._runner is not None
             with self.seal.watch():
@@ -427,7 +427,7 @@ class EngineLifecycle:
         """
         if self._owner.closed:
             return
-        with self._alone("close"):
+        with self._exclusive("close"):
             self._owner.closed = True
             PROCESS_STATE.closed(self)
             self._clear()
@@ -441,7 +441,9 @@ class EngineLifecycle:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _alone(self, what: str, *, nested: bool = False) -> contextlib.AbstractContextManager[None]:
+    def _exclusive(
+        self, what: str, *, nested: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Keeps other threads out; a callback of this thread may make `nested` calls."""
         return self._owner.alone(what, nested=nested)
 

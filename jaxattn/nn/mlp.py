@@ -55,12 +55,12 @@ class GatedMLP(nnx.Module):
         with jax.named_scope("mlp"):
             if isinstance(self.gate_proj, Fp8Linear) and isinstance(self.up_proj, Fp8Linear):
                 made = gated(x, self.gate_proj, self.up_proj)
-                return self.down_proj(self._apart(x) if made is None else made)
+                return self.down_proj(self._swiglu_unfused(x) if made is None else made)
             if isinstance(self.gate_proj, FourBitLinear) and isinstance(
                 self.up_proj, FourBitLinear
             ):
                 made = gated_four_bit(x, self.gate_proj, self.up_proj)
-                return self.down_proj(self._apart(x) if made is None else made)
+                return self.down_proj(self._swiglu_unfused(x) if made is None else made)
             gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
             if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):
                 hidden = gated_layer(
@@ -73,9 +73,9 @@ class GatedMLP(nnx.Module):
                 )
                 return self.down_proj(hidden)
             # Rounding here keeps its gradient from being a float32 array.
-            return self.down_proj(self._apart(x).astype(self.down_proj.dtype))
+            return self.down_proj(self._swiglu_unfused(x).astype(self.down_proj.dtype))
 
-    def _apart(self, x: Array) -> Array:
+    def _swiglu_unfused(self, x: Array) -> Array:
         """`silu(gate) * up` as two products."""
         weights = jax.nn.silu(self.gate_proj(x).astype(jnp.float32))
         return weights * self.up_proj(x)

@@ -215,9 +215,9 @@ class MixtureOfExperts(nnx.Module):
         alone = arena is not None and share is None and not self.has_biases and self.form is None
         if isinstance(x, PendingNorm):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
-            opened = alone and self._opens(shape, stacks)
+            opened = alone and self._supports_fused_router(shape, stacks)
             if opened and arena is not None:
-                return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
+                return self._run_fused_router(x, stacks, layer, valid, arena, apart, implementation)
             if halves and x.serves([router], layer):
                 (logits,) = x.linears(
                     (router,), layer=layer, out_dtypes=[jnp.float32], give=True,
@@ -230,8 +230,8 @@ class MixtureOfExperts(nnx.Module):
                 )  # fmt: skip
             x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        if arena is not None and alone and self._opens(tokens, stacks):
-            return self._open_and_mix(x, stacks, layer, valid, arena, apart, implementation)
+        if arena is not None and alone and self._supports_fused_router(tokens, stacks):
+            return self._run_fused_router(x, stacks, layer, valid, arena, apart, implementation)
         if halves:
             logits = router_products(x, router, layer, implementation, gates=gate, biases=bias)
         else:
@@ -242,7 +242,7 @@ class MixtureOfExperts(nnx.Module):
             x, stacks, layer, logits, halves, valid, share, arena, apart, implementation
         )
 
-    def _open_and_mix(
+    def _run_fused_router(
         self,
         x: Array | PendingNorm,
         stacks: Mapping[str, Array],
@@ -322,7 +322,7 @@ class MixtureOfExperts(nnx.Module):
             logits = jnp.matmul(tokens, weight, precision="highest")
         return logits if bias is None else logits + jnp.pad(bias, (0, weight.shape[1] - len(bias)))
 
-    def _opening(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
+    def _shared_expert_gate(self, logits: Float[Array, "T N"], halves: bool) -> Float[Array, "T 1"]:
         """The factor of the shared experts' output."""
         if not self.has_gate:
             return jnp.ones((len(logits), 1), jnp.float32)
@@ -330,7 +330,7 @@ class MixtureOfExperts(nnx.Module):
         columns = sum_split_logits(logits) if halves else logits
         return jax.nn.sigmoid(columns[:, count : count + 1])
 
-    def _choose_own(
+    def _choose_local_experts(
         self,
         logits: Array,
         halves: bool,
@@ -378,7 +378,7 @@ class MixtureOfExperts(nnx.Module):
                 implementation=implementation,
             )
         else:
-            ids, weights = self._choose_own(
+            ids, weights = self._choose_local_experts(
                 logits, halves, valid, biases, layer, share, implementation
             )
         apart = apart and not self.has_shared
@@ -389,11 +389,11 @@ class MixtureOfExperts(nnx.Module):
             return y, arena
         y = y.reshape(x.shape)
         if self.has_shared:
-            opening = self._opening(logits, halves).reshape(*x.shape[:-1], 1)
+            opening = self._shared_expert_gate(logits, halves).reshape(*x.shape[:-1], 1)
             y = y + self.shared(x) * opening
         return y, arena
 
-    def _opens(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
+    def _supports_fused_router(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
         """Whether one launch supports the choice of experts and the shared experts' gate and up."""
         return supports_fused_router(
             tokens, stacks["router"], stacks["gate_up_proj"], self.config, self.always

@@ -46,15 +46,15 @@ def token_logprobs(
         )
     if scored.dtype != jnp.float32:
         raise TypeError(f"token_logprobs: scored must be float32; got {scored.dtype}")
-    return _told(own, scored)
+    return _fill_nan(own, scored)
 
 
 @jax.custom_jvp
-def _told(own: Array, scored: Array) -> Array:
+def _fill_nan(own: Array, scored: Array) -> Array:
     """`scored` where it is a number, else `own`."""
     return jnp.where(jnp.isnan(scored), own, scored)
 
 
-@_told.defjvp
+@_fill_nan.defjvp
 def _gradient_of_own(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _told(*primals), tangents[0]
+    return _fill_nan(*primals), tangents[0]

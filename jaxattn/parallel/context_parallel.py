@@ -164,12 +164,12 @@ class ContextParallelPages:
         with jax.named_scope("context_merge"):
             shape = batch, q_len, own, out.shape[-1]
             if mailbox is None or out.dtype.itemsize != 2:
-                sent = _joined(out, lse).reshape(batch, q_len, self.ways, own, -1)
+                sent = _pack_out_lse(out, lse).reshape(batch, q_len, self.ways, own, -1)
                 met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
                 met = met.reshape(self.ways, *shape[:3], -1)
             else:
-                met, mailbox = self._exchanged(_joined(out, lse), mailbox)
-            merged, _ = merge_attention_states(*_apart(met, out.dtype))
+                met, mailbox = self._exchanged(_pack_out_lse(out, lse), mailbox)
+            merged, _ = merge_attention_states(*_unpack_out_lse(met, out.dtype))
         merged = merged.astype(out.dtype).reshape(shape)
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
         return merged, rest, given
@@ -223,7 +223,7 @@ class ContextParallelPages:
         return self.mailbox is not None and rows * self.pieces <= self.mailbox.inbox.shape[2]
 
 
-def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
+def _pack_out_lse(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
     """Joins both in one array [*h, R + 1]; with 16 bits [*h, R + 2], ending in a split float32."""
     if out.dtype.itemsize != 2:
         wide = jnp.promote_types(out.dtype, jnp.float32)
@@ -232,8 +232,8 @@ def _joined(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
     return jnp.concatenate([*bits], axis=-1)
 
 
-def _apart(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
-    """The inverse of `_joined`, in float32 or wider."""
+def _unpack_out_lse(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
+    """The inverse of `_pack_out_lse`, in float32 or wider."""
     if joined.dtype != jnp.uint16:
         return joined[..., :-1], joined[..., -1]
     out = lax.bitcast_convert_type(joined[..., :-2], dtype)

@@ -48,7 +48,7 @@ def collectives_bytes(group: DeviceGroup) -> int:
     """
     check_processes(group)
     before = _held(group)
-    _meet_in_time(group)
+    _run_collectives_with_timeout(group)
     after = _held(group)
     if before.own and after.own:
         return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
@@ -78,8 +78,8 @@ def _processes(group: DeviceGroup) -> int:
     return len({device.process_index for device in group.devices})
 
 
-def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
-    """Runs `_meet` with a timeout per program, if the group has several processes.
+def _run_collectives_with_timeout(group: DeviceGroup, seconds: float = SECONDS) -> None:
+    """Runs `_run_collectives` with a timeout per program, if the group has several processes.
 
     The timeout is per program, because NCCL connects the GPUs of each set anew.
 
@@ -87,13 +87,13 @@ def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
         CollectiveError: A collective failed, or did not end in time.
     """
     if _processes(group) == 1:
-        return _meet(group)
+        return _run_collectives(group)
     found: list[BaseException | None] = []
     ended: list[None] = []  # an item per finished program
 
     def meet() -> None:
         try:
-            _meet(group, lambda: ended.append(None))
+            _run_collectives(group, lambda: ended.append(None))
         except BaseException as error:
             found.append(error)
         else:
@@ -117,7 +117,7 @@ def _meet_in_time(group: DeviceGroup, seconds: float = SECONDS) -> None:
     return None
 
 
-def _meet(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
+def _run_collectives(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
     """Runs a small collective of each kind over all devices of a group.
 
     With several processes it also runs them in each set of devices that a step may use, and then in

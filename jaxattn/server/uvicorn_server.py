@@ -103,7 +103,7 @@ async def _serve(
 
     for each in SIGNALS:
         loop.add_signal_handler(each, on_signal, each)
-    watchdog = Watchdog(service.worker.stuck_for, settings.stuck_seconds)
+    watchdog = Watchdog(service.worker.get_step_seconds, settings.stuck_seconds)
     watchdog.start()
     serving = asyncio.create_task(server.serve([bound]))
     service.start()

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from jaxattn.engine.compilation import compiler
-from jaxattn.engine.compilation.compiler import _in_turn
+from jaxattn.engine.compilation.compiler import _compile_steps
 
 
 class Step(str):
@@ -30,7 +30,7 @@ def test_one_thread_lowers_and_others_compile_meanwhile():
         assert decode_is_lowered.wait(10)  # prefill's compiling does not hold it up
         return f"executable of {step}"
 
-    found = _in_turn(STEPS, None, lower, compiled, None, 2)
+    found = _compile_steps(STEPS, None, lower, compiled, None, 2)
     assert found == {step: f"executable of {step}" for step in STEPS}
     assert [step for step, _ in lowered] == STEPS
     assert {thread for _, thread in lowered} == {threading.get_ident()}
@@ -42,7 +42,7 @@ def test_what_is_kept_is_neither_lowered_nor_compiled():
             return None if name == "decode" else f"kept {name}"
 
     told = []
-    found = _in_turn(
+    found = _compile_steps(
         STEPS, Kept(), str.upper, lambda step, text: text, lambda *now: told.append(now), 1
     )
     assert found == {"prefill": "kept prefill", "decode": "DECODE", "sample": "kept sample"}
@@ -68,7 +68,7 @@ def test_after_an_error_nothing_more_is_compiled_and_garbage_is_looked_for(where
         done.append(step)
 
     with pytest.raises(ValueError):
-        _in_turn(STEPS, None, lower, compiled, None, 1)
+        _compile_steps(STEPS, None, lower, compiled, None, 1)
     assert set(done) <= {"prefill"}  # which had begun, or not yet
     assert gc.isenabled()
 
@@ -94,5 +94,5 @@ def test_a_step_is_compiled_when_its_kernels_are(monkeypatch):
         return step
 
     monkeypatch.setattr(compiler, "ParallelCompiler", Beside)
-    _in_turn(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
+    _compile_steps(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
     assert order == ["kernel of prefill", *STEPS]

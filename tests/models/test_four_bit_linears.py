@@ -13,7 +13,7 @@ import pytest
 from jaxattn.core.numerics.four_bit_tiles import FourBitFormat
 from jaxattn.models.blocks import MoE
 from jaxattn.models.loading import huggingface_checkpoint, read_plan
-from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer, own
+from jaxattn.models.sharding.axis_sharding import ShardingError, own, shard_layer
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn.four_bit_linear import FourBitLinears
 from jaxattn.ops.moe.routing import Router
@@ -170,7 +170,7 @@ def test_gpus_divide_whole_tiles_of_experts():
     stream = huggingface_checkpoint.read_config(KIMI).model.spec.stream
     router = Router(experts=4, top_k=2, scores="softmax")
     experts = MoE(expert_size=128, router=router, weight_format=FourBitFormat("int4", 32))
-    found = divided_layer(experts, stream, Parallel(tensor=2))
+    found = shard_layer(experts, stream, Parallel(tensor=2))
     whole = np.arange(4 * 2 * 2).reshape(4, 2, 2, 1, 1)  # experts, gate and up, tiles of rows
     mine = [own(whole, found.cuts["gate_up_proj"], Parallel(tensor=2), gpu) for gpu in (0, 1)]
     assert found.layer.expert_size == 64
@@ -179,5 +179,5 @@ def test_gpus_divide_whole_tiles_of_experts():
     with pytest.raises(
         ShardingError, match="64 each, which do not divide into tiles of 64 rows and 128 columns"
     ):
-        divided_layer(wide, stream, Parallel(tensor=2))
-    divided_layer(wide, stream, Parallel(tensor=2, expert=2))
+        shard_layer(wide, stream, Parallel(tensor=2))
+    shard_layer(wide, stream, Parallel(tensor=2, expert=2))

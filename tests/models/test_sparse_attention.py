@@ -17,7 +17,7 @@ from jaxattn.models.families.components.config_fields import ConfigError, Config
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.registry import read_model
-from jaxattn.models.sharding.axis_sharding import ShardingError, divided_layer
+from jaxattn.models.sharding.axis_sharding import ShardingError, shard_layer
 from jaxattn.models.sharding.decoder import divided
 from jaxattn.nn import IndexPages, SparseMultiHeadLatentAttention
 from jaxattn.parallel import Parallel
@@ -135,7 +135,7 @@ def test_several_gpus_divide_heads_and_have_each_the_whole_indexer():
         assert one.shapes(size) == other.shapes(size)
     mixer = model.spec.blocks[0].mixer
     with pytest.raises(ShardingError, match="context=2 .* attention with sinks does not support"):
-        divided_layer(mixer, model.spec.stream, Parallel(tensor=8, context=2))
+        shard_layer(mixer, model.spec.stream, Parallel(tensor=8, context=2))
 
 
 def test_a_cache_in_fp8_has_index_keys_in_fp8_with_a_scale_for_each_token():

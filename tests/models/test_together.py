@@ -38,7 +38,7 @@ def test_each_repeat_runs_once_and_in_order(together):
 def test_the_same_bits_with_two_repeats_in_a_turn(monkeypatch):
     one = decoded("qwen3_5_moe", "float32")
     monkeypatch.setattr(
-        DecoderNetwork, "_together", lambda self, segment, _: 2 - segment.repeats % 2
+        DecoderNetwork, "_choose_unroll", lambda self, segment, _: 2 - segment.repeats % 2
     )
     several = decoded("qwen3_5_moe", "float32")
     assert several[2] != one[2]
@@ -66,5 +66,5 @@ def test_steps_of_several_gpus_in_few_launches_have_several_repeats_in_a_turn(
     spec = divided(find(name)[2], Parallel(**layout)).spec
     longest = max(spec.segments, key=lambda segment: segment.repeats)
     network = types.SimpleNamespace(spec=spec)
-    assert DecoderNetwork._together(network, longest, fused) == repeats  # type: ignore[arg-type]
+    assert DecoderNetwork._choose_unroll(network, longest, fused) == repeats  # type: ignore[arg-type]
     assert longest.repeats % repeats == 0

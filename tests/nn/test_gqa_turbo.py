@@ -63,7 +63,7 @@ def test_a_prompt_reads_its_own_codes(preset):
     y, cache = read(made, [LENGTH])
     positions = jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
     projected = made._projected(tokens(), positions)
-    q = np.asarray(made._turned(*projected, positions)[0], np.float64)
+    q = np.asarray(made._apply_rope(*projected, positions)[0], np.float64)
     turn = hadamard(DIM) if made.form.rotated else np.eye(DIM)
     out = np.zeros_like(q)
     for row, head in np.ndindex(2, HEADS):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxattn import mla
 from jaxattn.nn.attention.token_indexer import IndexPages, IndexQueries, chosen
 from jaxattn.parallel import ContextParallelPages, DeviceGroup, Parallel
-from jaxattn.parallel.context_parallel import _apart, _joined
+from jaxattn.parallel.context_parallel import _pack_out_lse, _unpack_out_lse
 from tests.helpers.virtual_devices import on_virtual_devices
 
 
@@ -19,9 +19,9 @@ def test_outputs_and_their_lse_are_sent_bit_for_bit(dtype, numbers):
     random = np.random.default_rng(5)
     out = jnp.asarray(random.standard_normal((3, 2, 8)), dtype).at[0, 0, 0].set(jnp.nan)
     lse = jnp.asarray(random.standard_normal((3, 2)), jnp.float32).at[1].set(-jnp.inf)
-    joined = _joined(out, lse)
+    joined = _pack_out_lse(out, lse)
     assert joined.shape == (3, 2, numbers) and joined.dtype.itemsize == out.dtype.itemsize
-    found, found_lse = _apart(joined, out.dtype)
+    found, found_lse = _unpack_out_lse(joined, out.dtype)
     np.testing.assert_array_equal(found, out.astype(jnp.float32))
     np.testing.assert_array_equal(found_lse, lse)
 

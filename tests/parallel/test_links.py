@@ -54,14 +54,14 @@ class Ends:
 
     def __init__(self) -> None:
         self.messages: list[str] = []
-        self._came = threading.Event()
+        self._inbox = threading.Event()
 
     def __call__(self, message: str) -> None:
         self.messages.append(message)
-        self._came.set()
+        self._inbox.set()
 
     def wait(self, seconds: float = 5.0) -> str:
-        assert self._came.wait(seconds), "nothing ended"
+        assert self._inbox.wait(seconds), "nothing ended"
         return self.messages[0]
 
 

@@ -145,23 +145,25 @@ def test_gpus_of_several_processes_meet_in_each_of_their_sets_and_then_in_all(
         mock.patch.object(DeviceGroup, "make", make),
         mock.patch.object(nccl_memory, "_processes", lambda _: processes),
     ):
-        nccl_memory._meet(group)
+        nccl_memory._run_collectives(group)
     assert found == programs
 
 
 def test_processes_that_do_not_meet_are_an_error_after_a_time():
     group, wait = group_of(dict(tensor=4), 2), threading.Event()
-    with mock.patch.object(nccl_memory, "_meet", lambda *_: wait.wait(60)):
+    with mock.patch.object(nccl_memory, "_run_collectives", lambda *_: wait.wait(60)):
         with pytest.raises(
             nccl_memory.CollectiveError, match="did not connect within 0 s; XLA_FLAGS must"
         ):
-            nccl_memory._meet_in_time(group, 0.05)
+            nccl_memory._run_collectives_with_timeout(group, 0.05)
     wait.set()
-    with mock.patch.object(nccl_memory, "_meet", side_effect=nccl_memory.CollectiveError("no")):
+    with mock.patch.object(
+        nccl_memory, "_run_collectives", side_effect=nccl_memory.CollectiveError("no")
+    ):
         with pytest.raises(nccl_memory.CollectiveError, match="no"):
-            nccl_memory._meet_in_time(group)
-    with mock.patch.object(nccl_memory, "_meet"):
-        nccl_memory._meet_in_time(group)
+            nccl_memory._run_collectives_with_timeout(group)
+    with mock.patch.object(nccl_memory, "_run_collectives"):
+        nccl_memory._run_collectives_with_timeout(group)
 
 
 def test_each_set_has_that_time_of_its_own():
@@ -175,9 +177,9 @@ def test_each_set_has_that_time_of_its_own():
         if waits:
             wait.wait(60)
 
-    with mock.patch.object(nccl_memory, "_meet", meet):
-        nccl_memory._meet_in_time(group, 0.25)
-    with mock.patch.object(nccl_memory, "_meet", partial(meet, waits=True)):
+    with mock.patch.object(nccl_memory, "_run_collectives", meet):
+        nccl_memory._run_collectives_with_timeout(group, 0.25)
+    with mock.patch.object(nccl_memory, "_run_collectives", partial(meet, waits=True)):
         with pytest.raises(nccl_memory.CollectiveError, match="did not connect"):
-            nccl_memory._meet_in_time(group, 0.25)
+            nccl_memory._run_collectives_with_timeout(group, 0.25)
     wait.set()

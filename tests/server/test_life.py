@@ -173,7 +173,7 @@ def test_a_step_that_hangs_ends_the_process():
     ended = threading.Event()
     engine = ScriptedEngine()
     with live(served(lambda: engine)) as server:
-        guard = Watchdog(server.service.worker.stuck_for, 0.3, ended.set)
+        guard = Watchdog(server.service.worker.get_step_seconds, 0.3, ended.set)
         guard.start()
         for _ in range(10):
             server.complete("ab", max_tokens=5)

@@ -40,7 +40,7 @@ from jaxattn.bench.harness.result_tables import show, store
 from jaxattn.bench.harness.timing import gpu_launches, seconds
 from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.bench.multi_gpu.sharded_model import COLLECTIVES
-from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.execution.model_runner import call_serialized
 from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.caches.symmetric_memory import (
     MOST_TOKENS,
@@ -174,7 +174,7 @@ class AllReduceLoop:
         del self.operands, self.state
 
     def __call__(self) -> Any:
-        x, self.state = in_turn(self.compiled, self.operands, self.state)
+        x, self.state = call_serialized(self.compiled, self.operands, self.state)
         return x
 
     def seconds(self) -> float:

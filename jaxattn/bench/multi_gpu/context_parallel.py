@@ -47,7 +47,7 @@ from jaxattn.bench.multi_gpu.device_count import short_of_devices
 from jaxattn.core.cache.symmetric_buffer import SymmetricBuffer, with_addresses
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.validation.array_checks import BoundedLengths
-from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.execution.model_runner import call_serialized
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.models.blocks.paged_mixer import attended
 from jaxattn.models.interface import jit_step
@@ -271,7 +271,7 @@ class ContextParallelCase:
         self.queries = self.group.put(drawn.astype(jnp.bfloat16), self.by_heads)
 
     def __call__(self, turns: int) -> jax.Array:
-        out, self.state = in_turn(self._loops[turns], self.queries, self.state)
+        out, self.state = call_serialized(self._loops[turns], self.queries, self.state)
         return out
 
     def output(self) -> np.ndarray:

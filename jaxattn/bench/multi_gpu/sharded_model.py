@@ -24,7 +24,7 @@ from jaxattn.bench.model.random_weights import UniformRange, draw_of, fill
 from jaxattn.bench.model.roofline import moved, rate
 from jaxattn.core.cache.formats import PAGE_SIZE
 from jaxattn.core.dispatch import Implementation
-from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.execution.model_runner import call_serialized
 from jaxattn.engine.startup.limits_search import UTILIZATION
 from jaxattn.kernels.hopper.build.trace_cache import share_launches
 from jaxattn.memory.device_memory import device_memory
@@ -264,7 +264,7 @@ class ShardedModel:
 
         def call(number: int = 0) -> Any:
             batch = batches[number % STEPS]
-            tokens, self.state = in_turn(compiled, self.params, self.state, batch)
+            tokens, self.state = call_serialized(compiled, self.params, self.state, batch)
             return tokens
 
         for _ in range(3):  # one loads, one records, and with collectives a third one updates

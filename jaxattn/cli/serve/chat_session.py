@@ -13,7 +13,7 @@ from typing import TextIO
 from rich.console import Console
 
 from jaxattn.cli.exit_codes import code_of
-from jaxattn.cli.serve.request_inputs import RequestFactory, in_template, user
+from jaxattn.cli.serve.request_inputs import RequestFactory, apply_chat_template, user
 from jaxattn.cli.serve.text_stream import StyledText, TextPrinter
 from jaxattn.engine.engine import Engine
 from jaxattn.engine.requests.outputs import Completion, FinishReason, GenerationInterrupted
@@ -124,7 +124,7 @@ class Conversation:
         """
         self.history.append(user(line))
         while True:
-            tokens = in_template(self.requests.tokenizer, self.history)
+            tokens = apply_chat_template(self.requests.tokenizer, self.history)
             if len(tokens) <= self.requests.longest_prompt:
                 return tokens
             first = next(i for i, each in enumerate(self.history) if each["role"] == "user")

@@ -87,7 +87,7 @@ def encoded_prompts(
     if not options.chat:
         return [Prompt(plain(tokenizer, each), each) for each in texts]
     before = opening(options)
-    return [Prompt(in_template(tokenizer, [*before, user(each)]), each) for each in texts]
+    return [Prompt(apply_chat_template(tokenizer, [*before, user(each)]), each) for each in texts]
 
 
 def converses(options: argparse.Namespace) -> bool:
@@ -116,7 +116,7 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
         raise InputError(" ".join(str(error).split())) from error
 
 
-def in_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def apply_chat_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Returns the tokens of a chat, up to the beginning of the answer.
 
     Raises:

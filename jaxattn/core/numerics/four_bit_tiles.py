@@ -142,13 +142,13 @@ def pack(
     half = halves[0] | halves[1] | halves[2] | halves[3]  # [*n, down, w, r, g, across, n, t, h]
     half = half.reshape(*half.shape[:-3], words // 2, 2, 4, 2)
     # To [*n, down, across, unit, w, g, t, n % 2, r, h].
-    half = _moved(half, len(stack), (0, 4, 5, 1, 3, 7, 6, 2, 8))
+    half = _permute(half, len(stack), (0, 4, 5, 1, 3, 7, 6, 2, 8))
     code_bytes = _bytes(half).reshape(*stack, down, across, form.code_bytes)
     groups = form.columns // form.group
 
     def by_thread(x: Array) -> Array:
         x = x.reshape(*stack, down, 4, 2, 8, across, groups)
-        return _moved(x, len(stack), (0, 4, 1, 3, 5, 2))  # [*n, down, across, w, g, group, r]
+        return _permute(x, len(stack), (0, 4, 1, 3, 5, 2))  # [*n, down, across, w, g, group, r]
 
     scales = by_thread(scales)
     if form.scale == "e8m0":
@@ -172,7 +172,7 @@ def unpack(
     words, groups = form.columns // WORD_COLUMNS, form.columns // form.group
     code_bytes, rest = tiles[..., : form.code_bytes], tiles[..., form.code_bytes :]
     half = _halves(code_bytes).reshape(*stack, down, across, words // 2, 4, 8, 4, 2, 2, 2)
-    half = _moved(half, len(stack), (0, 3, 7, 4, 1, 2, 6, 5, 8))
+    half = _permute(half, len(stack), (0, 3, 7, 4, 1, 2, 6, 5, 8))
     half = half.reshape(*stack, down, 4, 2, 8, across, words, 4, 2)
     if form.kind == "int4":
         parts = [half >> 4 * j & 15 for j in range(4)]
@@ -182,7 +182,7 @@ def unpack(
 
     def by_row(x: Array) -> Array:
         x = x.reshape(*stack, down, across, 4, 8, groups, 2)
-        return _moved(x, len(stack), (0, 2, 5, 3, 1, 4)).reshape(*stack, rows, -1)
+        return _permute(x, len(stack), (0, 2, 5, 3, 1, 4)).reshape(*stack, rows, -1)
 
     if form.scale == "e8m0":
         return codes.astype(jnp.uint8), by_row(rest), None
@@ -251,7 +251,7 @@ def from_e2m1(codes: Int[Array, "..."], scales: Int[Array, "..."]) -> Float[Arra
     return lax.bitcast_convert_type((bits | sign).astype(jnp.uint16), jnp.bfloat16)
 
 
-def _moved(x: Array, first: int, order: tuple[int, ...]) -> Array:
+def _permute(x: Array, first: int, order: tuple[int, ...]) -> Array:
     """Reorders the axes after the `first`; those that `order` omits stay last."""
     rest = range(len(order), x.ndim - first)
     return jnp.transpose(x, (*range(first), *(first + i for i in (*order, *rest))))

@@ -33,15 +33,15 @@ def interleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"
     A thread of wgmma multiplies columns 2 t, 2 t + 1 and those 8 further, which are then 4
     consecutive bytes.
     """
-    return _turned(numbers, (2, 4, 2), (1, 2, 0))
+    return _transpose_groups(numbers, (2, 4, 2), (1, 2, 0))
 
 
 def deinterleave_columns(numbers: Float[Array, "*B N K"]) -> Float[Array, "*B N K"]:
     """Inverts `interleave_columns`."""
-    return _turned(numbers, (4, 2, 2), (2, 0, 1))
+    return _transpose_groups(numbers, (4, 2, 2), (2, 0, 1))
 
 
-def _turned(
+def _transpose_groups(
     numbers: Float[Array, "*B N K"], sides: tuple[int, ...], axes: tuple[int, ...]
 ) -> Float[Array, "*B N K"]:
     *batch, columns = numbers.shape

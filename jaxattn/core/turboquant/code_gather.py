@@ -55,9 +55,9 @@ def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> TurboCodes
 
     keys, values = codes(_keys(form)), codes(_values(form))
     if form.key_bits == 4:
-        keys = _counted(keys)
+        keys = _decode_sign_magnitude(keys)
     if form.value_bits == 4:
-        values = _counted(values)
+        values = _decode_sign_magnitude(values)
     numbers = groups[:, -GROUP * form.meta_bytes :].reshape(len(groups), -1, GROUP, 2)
     pairs = numbers.astype(jnp.uint16)
     halves = lax.bitcast_convert_type(pairs[..., 0] | pairs[..., 1] << 8, jnp.float16)
@@ -66,7 +66,7 @@ def page_codes(form: TurboFormat, pages: UInt8[Array, "*p bytes"]) -> TurboCodes
     return TurboCodes(keys, values, norm[0] if norm else None, scale, minimum)
 
 
-def _counted(sized: jax.Array) -> jax.Array:
+def _decode_sign_magnitude(sized: jax.Array) -> jax.Array:
     """Converts four bits, the distance from the middle and the sign above it, to the code."""
     size = sized & 7
     return jnp.where(sized > 7, 7 - size, size + 8).astype(jnp.uint8)

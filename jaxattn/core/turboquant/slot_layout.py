@@ -69,7 +69,7 @@ def group(form: TurboFormat, slots: UInt8[Array, "*p 16 slot"]) -> UInt8[Array, 
     parts = jnp.split(slots, np.cumsum([form.key_bytes, form.value_bytes]).tolist(), axis=-1)
     return jnp.concatenate(
         [
-            _turned(part, sizes, order).reshape(*before, -1)
+            _permute_axes(part, sizes, order).reshape(*before, -1)
             for part, (sizes, order) in zip(parts, _orders(form), strict=True)
         ],
         axis=-1,
@@ -84,7 +84,7 @@ def ungroup(form: TurboFormat, groups: UInt8[Array, "*p bytes"]) -> UInt8[Array,
     for part, (sizes, order) in zip(jnp.split(groups, ends, axis=-1), _orders(form), strict=True):
         stored = tuple(sizes[axis] for axis in order)
         back = tuple(np.argsort(order).tolist())
-        parts.append(_turned(part, stored, back).reshape(*before, GROUP, -1))
+        parts.append(_permute_axes(part, stored, back).reshape(*before, GROUP, -1))
     return jnp.concatenate(parts, axis=-1)
 
 
@@ -135,7 +135,7 @@ def _orders(form: TurboFormat) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [keys[form.key_bits], values[form.value_bits], numbers]
 
 
-def _turned(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
+def _permute_axes(x: jax.Array, sizes: tuple[int, ...], order: tuple[int, ...]) -> jax.Array:
     """Splits the last axes of x into `sizes`, and reorders them."""
     before = x.shape[: _leading(x.shape, sizes)]
     x = x.reshape(*before, *sizes)
@@ -154,85 +154,87 @@ def _leading(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
 def _pack_keys(form: TurboFormat, keys: jax.Array) -> jax.Array:
     before, blocks = keys.shape[:-1], form.head_dim // 64
     if form.key_bits == 8:  # (c)(j)(t)(i)
-        return _turned(keys, (2 * blocks, 2, 4, 4), (0, 2, 1, 3)).reshape(*before, -1)
+        return _permute_axes(keys, (2 * blocks, 2, 4, 4), (0, 2, 1, 3)).reshape(*before, -1)
     if form.key_bits == 4:  # (c)(j)(t)(i), eight of a thread's side by side
-        some = _turned(keys, (2 * blocks, 2, 4, 4), (0, 2, 1, 3)).reshape(*before, -1, 8)
-        below, size = _sign_and_size(some)
-        return _nibbles(size | _picked(below, SIGN_OF) << 3).reshape(*before, -1)
+        some = _permute_axes(keys, (2 * blocks, 2, 4, 4), (0, 2, 1, 3)).reshape(*before, -1, 8)
+        below, size = _sign_and_magnitude(some)
+        return _pack_nibbles(size | _reorder_last_axis(below, SIGN_OF) << 3).reshape(*before, -1)
     # (b)(q)(t)(i), four of a thread's side by side
-    some = _turned(keys, (blocks, 4, 4, 4), (0, 2, 1, 3))
-    return _squeeze(_nibbles(some), -2).reshape(*before, -1)
+    some = _permute_axes(keys, (blocks, 4, 4, 4), (0, 2, 1, 3))
+    return _pack_three_bits(_pack_nibbles(some), -2).reshape(*before, -1)
 
 
 def _unpack_keys(form: TurboFormat, stored: jax.Array) -> jax.Array:
     before, blocks = stored.shape[:-1], form.head_dim // 64
     if form.key_bits == 8:
-        return _turned(stored, (2 * blocks, 4, 2, 4), (0, 2, 1, 3)).reshape(*before, -1)
+        return _permute_axes(stored, (2 * blocks, 4, 2, 4), (0, 2, 1, 3)).reshape(*before, -1)
     if form.key_bits == 4:
-        nibbles = _apart(stored.reshape(*before, -1, 4))
+        nibbles = _unpack_nibbles(stored.reshape(*before, -1, 4))
         some = _index(nibbles >> 3, nibbles & 7, NIBBLE_OF)
-        return _turned(some, (2 * blocks, 4, 2, 4), (0, 2, 1, 3)).reshape(*before, -1)
-    some = _apart(_stretch(stored.reshape(*before, blocks, 4, 3, 2), -2))
-    return _turned(some, (blocks, 4, 4, 4), (0, 2, 1, 3)).reshape(*before, -1)
+        return _permute_axes(some, (2 * blocks, 4, 2, 4), (0, 2, 1, 3)).reshape(*before, -1)
+    some = _unpack_nibbles(_unpack_three_bits(stored.reshape(*before, blocks, 4, 3, 2), -2))
+    return _permute_axes(some, (blocks, 4, 4, 4), (0, 2, 1, 3)).reshape(*before, -1)
 
 
 def _pack_values(form: TurboFormat, values: jax.Array) -> jax.Array:
     before, blocks = values.shape[:-1], form.head_dim // 64
-    some = _turned(values, (blocks, 4, 2, 8), (1, 3, 0, 2))  # (m)(w)(h)(g)
+    some = _permute_axes(values, (blocks, 4, 2, 8), (1, 3, 0, 2))  # (m)(w)(h)(g)
     if form.value_bits == 4:
-        below, size = _sign_and_size(some)
-        return _nibbles(size | below << 3).reshape(*before, -1)
-    some = _nibbles(some).reshape(*before, 4, 2, 4, blocks)
-    return _squeeze(some, -2).reshape(*before, -1)
+        below, size = _sign_and_magnitude(some)
+        return _pack_nibbles(size | below << 3).reshape(*before, -1)
+    some = _pack_nibbles(some).reshape(*before, 4, 2, 4, blocks)
+    return _pack_three_bits(some, -2).reshape(*before, -1)
 
 
 def _unpack_values(form: TurboFormat, stored: jax.Array) -> jax.Array:
     before, blocks = stored.shape[:-1], form.head_dim // 64
     if form.value_bits == 4:
-        nibbles = _apart(stored.reshape(*before, -1, 1))
+        nibbles = _unpack_nibbles(stored.reshape(*before, -1, 1))
         some = _index(nibbles >> 3, nibbles & 7, (0, 1))
     else:
-        some = _apart(_stretch(stored.reshape(*before, 4, 2, 3, blocks), -2)[..., None])
-    return _turned(some, (4, 8, blocks, 2), (2, 0, 3, 1)).reshape(*before, -1)
+        some = _unpack_nibbles(
+            _unpack_three_bits(stored.reshape(*before, 4, 2, 3, blocks), -2)[..., None]
+        )
+    return _permute_axes(some, (4, 8, blocks, 2), (2, 0, 3, 1)).reshape(*before, -1)
 
 
-def _sign_and_size(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sign_and_magnitude(codes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (whether a 4-bit code is in the lower half, its distance from the middle)."""
     below = (codes < 8).astype(jnp.uint8)
     return below, jnp.where(codes < 8, 7 - codes, codes - 8).astype(jnp.uint8)
 
 
 def _index(signs: jax.Array, size: jax.Array, nibble_of: tuple[int, ...]) -> jax.Array:
-    below = _picked(signs, nibble_of) > 0
+    below = _reorder_last_axis(signs, nibble_of) > 0
     return jnp.where(below, 7 - size, size + 8).astype(jnp.uint8)
 
 
-def _picked(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
+def _reorder_last_axis(x: jax.Array, order: tuple[int, ...]) -> jax.Array:
     """Reorders the last axis without an index array, which kernels do not support."""
     return jnp.stack([x[..., i] for i in order], axis=-1)
 
 
-def _nibbles(codes: jax.Array) -> jax.Array:
+def _pack_nibbles(codes: jax.Array) -> jax.Array:
     """Packs [.., 2 n] to bytes [.., n], the first in the lower half; n = 1 loses its axis."""
     both = (codes[..., 0::2] | codes[..., 1::2] << 4).astype(jnp.uint8)
     return both[..., 0] if both.shape[-1] == 1 else both
 
 
-def _apart(stored: jax.Array) -> jax.Array:
-    """Inverts `_nibbles`, for bytes [.., n]."""
+def _unpack_nibbles(stored: jax.Array) -> jax.Array:
+    """Inverts `_pack_nibbles`, for bytes [.., n]."""
     both = jnp.stack([stored & 15, stored >> 4], axis=-1)
     return both.reshape(*stored.shape[:-1], -1)
 
 
-def _squeeze(x: jax.Array, axis: int) -> jax.Array:
+def _pack_three_bits(x: jax.Array, axis: int) -> jax.Array:
     """Packs four bytes along an axis, with three bits per nibble, into three."""
     *others, last = (lax.index_in_dim(x, i, axis, keepdims=False) for i in range(4))
     some = [one | (last & SPARE[i]) << 1 + i for i, one in enumerate(others)]
     return jnp.stack(some, axis=axis).astype(jnp.uint8)
 
 
-def _stretch(x: jax.Array, axis: int) -> jax.Array:
-    """Inverts `_squeeze`."""
+def _unpack_three_bits(x: jax.Array, axis: int) -> jax.Array:
+    """Inverts `_pack_three_bits`."""
     some = [lax.index_in_dim(x, i, axis, keepdims=False) for i in range(3)]
     last = functools.reduce(jnp.bitwise_or, [one >> 1 + i & SPARE[i] for i, one in enumerate(some)])
     return jnp.stack([*(one & 0x77 for one in some), last], axis=axis).astype(jnp.uint8)

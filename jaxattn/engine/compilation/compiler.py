@@ -123,7 +123,7 @@ def get_or_compile_steps(
                 disable_compilation_cache()
             if len(devices) == 1:
                 decides = (model, shape, implementation, leaves, str(tree), x64)
-                kept = _kept(devices[0], decides)
+                kept = _open_executable_cache(devices[0], decides)
             found |= _compile(
                 missing, model, limits, params, devices, implementation, on_compile, workers, kept
             )
@@ -173,10 +173,10 @@ def _compile(
     # Processes of one engine tune programs together, and would wait for each other here.
     kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
     longest_first = sorted(steps, key=_model_tokens, reverse=True)
-    return _in_turn(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
+    return _compile_steps(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
 
 
-def _in_turn(
+def _compile_steps(
     steps: Sequence[EngineStep],
     kept: ExecutableCache | None,
     lower: Callable[[EngineStep], jax.stages.Lowered],
@@ -244,7 +244,7 @@ def _placed(shapes: Any, device: jax.Device) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
-def _kept(device: jax.Device, decides: tuple[Any, ...]) -> ExecutableCache | None:
+def _open_executable_cache(device: jax.Device, decides: tuple[Any, ...]) -> ExecutableCache | None:
     """Returns the cache for one device's steps, if JAX's cache is on and `decides` has a text."""
     folder = folder_of_cache()
     if folder is None:

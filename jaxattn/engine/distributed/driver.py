@@ -61,7 +61,7 @@ class DriverRunner(ModelRunner):
         return found
 
     def update(self, packed: np.ndarray) -> None:
-        self._tell(UPDATE, packed)
+        self._broadcast(UPDATE, packed)
         self.crew.begin()
         super().update(packed)
         self.crew.sent()
@@ -74,22 +74,22 @@ class DriverRunner(ModelRunner):
         wanted: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        self._tell(PREFILL, packed, entry.tokens, len(wanted), len(pooled))
+        self._broadcast(PREFILL, packed, entry.tokens, len(wanted), len(pooled))
         for each in (*wanted, *pooled):
-            self._tell(WANTED, each)
+            self._broadcast(WANTED, each)
         self.crew.begin()
         found = super().prefill(entry, packed, wanted=wanted, pooled=pooled)
         self.crew.sent()
         return found
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
-        self._tell(REMEMBER, packed, tokens)
+        self._broadcast(REMEMBER, packed, tokens)
         self.crew.begin()
         super().remember(tokens, packed)
         self.crew.sent()
 
     def copy(self, source: int, target: int) -> None:
-        self._tell(COPY, np.array([source, target], np.int32))
+        self._broadcast(COPY, np.array([source, target], np.int32))
         self.crew.begin()
         super().copy(source, target)
         self.crew.sent()
@@ -97,10 +97,10 @@ class DriverRunner(ModelRunner):
     def first(
         self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
     ) -> jax.Array:
-        self._tell(FIRST, places, int(level), int(words is not None))
+        self._broadcast(FIRST, places, int(level), int(words is not None))
         self.crew.begin()
         if words is not None:
-            self._tell(MASKS, words)
+            self._broadcast(MASKS, words)
         told = super().first(logits, places, level, words)
         self.crew.sent(told)
         return told
@@ -114,27 +114,27 @@ class DriverRunner(ModelRunner):
         drafts: bool = True,
     ) -> jax.Array:
         assert steps == 1, "several devices run one step at a time"
-        self._tell(DECODE, places, int(level), int(words is not None))
+        self._broadcast(DECODE, places, int(level), int(words is not None))
         self.crew.begin()
-        masks = words and functools.partial(self._told, words)
+        masks = words and functools.partial(self._broadcast_masks, words)
         told = super().decode(places, level, masks)
         self.crew.sent(told)
         return told
 
-    def _told(self, words: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
+    def _broadcast_masks(self, words: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
         found = words(lines)
-        self._tell(MASKS, found)
+        self._broadcast(MASKS, found)
         return found
 
     def forget(self) -> None:
-        self._tell(FORGET)
+        self._broadcast(FORGET)
         super().forget()
 
     def delete(self) -> None:
         self.crew.close()
         super().delete()
 
-    def _tell(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
+    def _broadcast(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
         if self.crew.closed:
             return
         for link in self.crew.links:

@@ -92,7 +92,7 @@ class ProcessGroup:
         self._last: tuple[float, Any] | None = None
         self._begun, self._sent = 0, 0  # steps
         for link in self.links:
-            link.listen(self._heard_end)
+            link.listen(self._on_connection_end)
         self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
         self._thread.start()
 
@@ -209,11 +209,11 @@ class ProcessGroup:
                     self.end_all(str(error))
                     return
             # Only the leader judges, because it knows how far each of the others is.
-            if self.leads and (message := self._not_ended()):
+            if self.leads and (message := self._describe_stuck_step()):
                 self.end_all(message)
                 return
 
-    def _not_ended(self) -> str | None:
+    def _describe_stuck_step(self) -> str | None:
         """Returns a message about a step that does not end, or None if there is none."""
         if self._last is None:
             return None
@@ -232,7 +232,7 @@ class ProcessGroup:
         reason = ", ".join(behind) or "the devices do not finish the step"
         return f"a step of process {self.rank} has been running for {took:.0f} s: {reason}"
 
-    def _heard_end(self, error: HostError | None) -> None:
+    def _on_connection_end(self, error: HostError | None) -> None:
         if error is None:  # the leader is done
             self._closed.set()
         else:

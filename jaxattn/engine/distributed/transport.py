@@ -59,7 +59,7 @@ class TransportLink:
         self._sending = threading.Lock()
         self._reader: threading.Thread | None = None
         self._closing = False
-        self._came: queue.SimpleQueue[TransportMessage | HostError] | None = None
+        self._inbox: queue.SimpleQueue[TransportMessage | HostError] | None = None
         self.heard, self.taken = time.monotonic(), 0
 
     def send(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
@@ -119,7 +119,7 @@ class TransportLink:
                 the error has its message.
         """
         while True:
-            found = self._read_message() if self._came is None else self._came.get()
+            found = self._read_message() if self._inbox is None else self._inbox.get()
             if isinstance(found, HostError):
                 raise found
             if found.kind == FAILED:
@@ -134,7 +134,7 @@ class TransportLink:
             on_end: A function that the thread calls when the other process fails or is gone, with
                 an error that describes it, or with None when the process has sent END.
         """
-        came = self._came = queue.SimpleQueue()
+        came = self._inbox = queue.SimpleQueue()
 
         def read() -> None:
             while True:

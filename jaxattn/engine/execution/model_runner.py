@@ -236,10 +236,10 @@ class ModelRunner:
         if name is None:
             name = self._names[step] = str(step)
         executable = self.executables[name]
-        return executable if self.group is None else functools.partial(in_turn, executable)
+        return executable if self.group is None else functools.partial(call_serialized, executable)
 
 
-def in_turn(executable: Callable[..., Any], *arguments: Any) -> Any:
+def call_serialized(executable: Callable[..., Any], *arguments: Any) -> Any:
     """Calls a step over several devices while no other thread can send one.
 
     Virtual devices of a CPU deadlock if several steps run at once, so on a CPU the step ends before

@@ -50,7 +50,7 @@ class OutputProcessor:
         self.stats = GenerationStats()
         self.weights_version = 0
 
-    def take_plain(
+    def process_tokens(
         self, requests: Sequence[Request], texts: Sequence[list[int]], tokens: np.ndarray
     ) -> int:
         """Processes the tokens of steps in which no row ends and the host only passes tokens on.
@@ -97,7 +97,7 @@ class OutputProcessor:
             self._accept(row, token, end, chances, now)
         return taken
 
-    def take_scores(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
+    def process_prompt_logprobs(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Adds log-probabilities of prompt tokens; once a prompt is complete, adds its event."""
         for row, lines in found:
             if row.ended:
@@ -109,7 +109,7 @@ class OutputProcessor:
             elif len(told) == len(row.request.prompt):
                 self.events.append(PromptEvent(row.request, told, self.weights_version))
 
-    def take_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
+    def process_pooled_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Adds the sums of hidden states of prompt tokens to their rows."""
         for row, sum_ in found:
             if row.ended:

@@ -65,7 +65,7 @@ class OverlapLoop:
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, endings: OutputProcessor):
         self.scheduler, self.runner, self.endings = scheduler, runner, endings
-        self._flights: deque[list[InFlightStep]] = deque()
+        self._rounds_in_flight: deque[list[InFlightStep]] = deque()
         self._round = 0
         self._running: DecodeBatchPlan | None = None
         self._steady = 0  # steps that the decoding rows can run before anything changes
@@ -78,46 +78,48 @@ class OverlapLoop:
 
     @property
     def in_flight(self) -> bool:
-        return bool(self._flights)
+        return bool(self._rounds_in_flight)
 
     def round(self) -> None:
         """Sends the next steps, then reads those of the round before."""
-        if not self._flights:
+        if not self._rounds_in_flight:
             self._reader.begin()
         seal = self.runner.seal
         counts = seal.counts_next
         if counts:
             self._settle()
         with seal.watch():
-            self._flights.append([])
+            self._rounds_in_flight.append([])
             self.scheduler.admit()
             self._send_steps()
             if counts or seal.strict:
                 self.runner.check()
             if counts:
                 self._settle()
-                self._flights.append([])
-        if not self._flights[-1]:
-            self._flights.pop()
+                self._rounds_in_flight.append([])
+        if not self._rounds_in_flight[-1]:
+            self._rounds_in_flight.pop()
             self.drain()
-        while len(self._flights) > self._ahead:
+        while len(self._rounds_in_flight) > self._max_unread_rounds:
             self._read_round()
         self._read_first_tokens()
         if not self.scheduler.rows:
             self.drain()  # the results that are left belong to no row
 
     @property
-    def _ahead(self) -> int:
+    def _max_unread_rounds(self) -> int:
         """How many rounds may stay unread. It is one while the engine reads prompts, because these
         steps are long, and a new request waits for all that are in flight."""
         running = self._running
-        if self._flights and any(step.prompt_tokens for step in self._flights[-1]):
+        if self._rounds_in_flight and any(
+            step.prompt_tokens for step in self._rounds_in_flight[-1]
+        ):
             return 1
         return ROUNDS_AHEAD if running is None or (running.plain and running.most == 1) else 1
 
     def drain(self) -> None:
         """Reads all steps in flight."""
-        while self._flights:
+        while self._rounds_in_flight:
             self._read_round()
 
     def finish(self) -> None:
@@ -130,7 +132,7 @@ class OverlapLoop:
 
     def drop(self) -> None:
         """Drops all steps in flight."""
-        self._flights.clear()
+        self._rounds_in_flight.clear()
         self._running = None
         self.runner.forget()
 
@@ -174,17 +176,17 @@ class OverlapLoop:
         ended: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
         scores = PromptScores(layout, ScoreStep.of(limits), scheduler.vocab_size)
-        for row, tokens in self._shared_out(rows, pieces):
+        for row, tokens in self._assign_tokens(rows, pieces):
             group = int(scheduler.group_of(row.index))
             if row.read_last < 0 and self._has_history(row):  # its cached tokens
-                self._remember(row, row.prompt[: row.cached_tokens], 0)
+                self._write_history(row, row.prompt[: row.cached_tokens], 0)
             chunk = self._next_chunk(row, tokens)
             scores.add(row, group, chunks[group], chunk)
             chunks[group].append(chunk)
             row.read_last = self._round
             if scheduler.read(row, tokens):
                 if row.replay:
-                    self._remember(row, row.replay, len(row.prompt))
+                    self._write_history(row, row.replay, len(row.prompt))
                 at = group * limits.rows_per_group + taken[group]
                 taken[group] += 1
                 places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
@@ -209,7 +211,7 @@ class OverlapLoop:
         flight = InFlightStep(
             told, decoding, running, ended=ended, prompt_tokens=read, scores=scores
         )
-        self._flights[-1].append(flight)
+        self._rounds_in_flight[-1].append(flight)
         return True
 
     def _first_tokens(
@@ -226,7 +228,7 @@ class OverlapLoop:
         if any(row is not None and row.request.grammar for row in rows):
             if any(row is not None and row.request.grammar for row in decoding):
                 self.drain()  # a grammar needs the row's tokens in flight
-                self._flights.append([])
+                self._rounds_in_flight.append([])
             words = fill_bitmask(rows, len(rows), self.scheduler.vocab_size)
         return self.runner.first(logits, places, level, words)
 
@@ -242,7 +244,7 @@ class OverlapLoop:
         bounds: Any = dict(line=limits.line_tokens, rows=limits.prompt_rows)
         return prompt_pieces(sizes, waiting, **bounds, whole=limits.reproducible)
 
-    def _shared_out(
+    def _assign_tokens(
         self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]
     ) -> list[tuple[RunningRequest, int]]:
         """Returns the rows from which the step reads, with the number of tokens of each."""
@@ -274,7 +276,7 @@ class OverlapLoop:
         looked_up = limits.speculate and not limits.uses_draft_head
         return bool(row.request.penalized or looked_up)
 
-    def _remember(self, row: RunningRequest, tokens: Sequence[int], begin: int) -> None:
+    def _write_history(self, row: RunningRequest, tokens: Sequence[int], begin: int) -> None:
         """Writes tokens that no prefill step reads into a row's history, from position `begin`."""
         limits = self.scheduler.limits
         size = limits.prefill_sizes[-1]
@@ -312,7 +314,7 @@ class OverlapLoop:
         self.scheduler.sent(moved)
         told = self.runner.decode(running.lines, running.level, words, steps, drafts)
         self.stats.decode_steps += steps
-        self._flights[-1].append(InFlightStep(told, running.rows, running, steps))
+        self._rounds_in_flight[-1].append(InFlightStep(told, running.rows, running, steps))
 
     def _next_running(self) -> tuple[DecodeBatchPlan | None, int]:
         """Returns (the rows to decode, the number of steps), with pages for their next tokens.
@@ -323,7 +325,7 @@ class OverlapLoop:
             if self._steady >= steps:
                 self._steady -= steps
                 return known, steps
-        places = self._grown()
+        places = self._grow_rows()
         if not len(places):
             self._running = None
             return None, 1
@@ -382,7 +384,7 @@ class OverlapLoop:
     def _masks_after_all(self, rows: Sequence[RunningRequest | None], lines: int) -> np.ndarray:
         """Returns the masks after all tokens so far, for which it reads the steps in flight."""
         self.drain()
-        self._flights.append([])
+        self._rounds_in_flight.append([])
         return fill_bitmask(rows, lines, self.scheduler.vocab_size)
 
     def _lines(self, places: np.ndarray) -> np.ndarray:
@@ -396,15 +398,15 @@ class OverlapLoop:
             lines[group * (bucket // limits.groups) + line] = index
         return lines
 
-    def _grown(self) -> np.ndarray:
+    def _grow_rows(self) -> np.ndarray:
         """Returns the rows to decode, with pages for their next token. If the pool is empty, it
         first reads the steps in flight, since rows may have ended; so preemption loses no token.
         """
         places = self.scheduler.next_decode()
         while not self.scheduler.grow(places):
-            if any(self._flights):
+            if any(self._rounds_in_flight):
                 self.drain()
-                self._flights.append([])
+                self._rounds_in_flight.append([])
             else:
                 self.scheduler.preempt()
                 self.stats.preemptions += 1
@@ -424,22 +426,22 @@ class OverlapLoop:
     # --- reading
 
     def _read_round(self) -> None:
-        for flight in self._flights.popleft():
+        for flight in self._rounds_in_flight.popleft():
             self._reader.read(flight)
 
     def _read_first_tokens(self) -> None:
         """Reads each step that gave first tokens as soon as a later step is in flight, so that the
         device stays busy.
         """
-        gave = [n for n, sent in enumerate(self._flights) if any(map(_gives_first, sent))]
-        if gave and gave[-1] < len(self._flights) - 1:
-            left = len(self._flights) - 1 - gave[-1]
-            while len(self._flights) > left:
+        gave = [n for n, sent in enumerate(self._rounds_in_flight) if any(map(_gives_first, sent))]
+        if gave and gave[-1] < len(self._rounds_in_flight) - 1:
+            left = len(self._rounds_in_flight) - 1 - gave[-1]
+            while len(self._rounds_in_flight) > left:
                 self._read_round()
-        elif gave and len(self._flights[-1]) > 1:  # a decode step of the same round
-            while len(self._flights) > 1:
+        elif gave and len(self._rounds_in_flight[-1]) > 1:  # a decode step of the same round
+            while len(self._rounds_in_flight) > 1:
                 self._read_round()
-            self._reader.read(self._flights[-1].pop(0))
+            self._reader.read(self._rounds_in_flight[-1].pop(0))
 
 
 def _gives_first(step: InFlightStep) -> bool:

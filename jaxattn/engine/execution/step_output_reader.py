@@ -115,8 +115,8 @@ class StepOutputReader:
             of_prompts = flight.prompt_tokens / (flight.prompt_tokens + decoded)
             self.stats.prefill_seconds += spent * of_prompts
             if flight.scores is not None:
-                self.endings.take_scores(flight.scores.read())
-                self.endings.take_sums(flight.scores.sums())
+                self.endings.process_prompt_logprobs(flight.scores.read())
+                self.endings.process_pooled_sums(flight.scores.sums())
             if tells:
                 self.endings.take(flight.ended, told)
                 self.stats.decoded_tokens += self.endings.take(flight.rows, told)
@@ -124,7 +124,7 @@ class StepOutputReader:
         assert running is not None
         if running.drafts and self.scheduler.limits.uses_draft_head and tells:
             self._observe(running, told, spent)
-        self.stats.decoded_tokens += self._taken(flight, running, told)
+        self.stats.decoded_tokens += self._process_decode(flight, running, told)
 
     def _observe(self, running: DecodeBatchPlan, told: np.ndarray, seconds: float) -> None:
         """Reports a step's time to the switch. The step used drafts if rows have several tokens."""
@@ -136,25 +136,27 @@ class StepOutputReader:
             drafting = self.switch.observe(bucket, told.ndim == 3, seconds, tokens)
             self.stats.drafting[bucket] = drafting
 
-    def _taken(self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray) -> int:
+    def _process_decode(
+        self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray
+    ) -> int:
         """Processes a call of decode steps. Returns the number of tokens."""
         if flight.steps == 1:
             if told.ndim == 3:
-                return self._taken_drafts(running, told)
+                return self._process_drafts(running, told)
             told = told[None]
         if running.plain and running.changes == self.scheduler.changes:
             own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
             if not np.count_nonzero(own[:, :, 1]):
-                return self.endings.take_plain(running.requests, running.texts, own[:, :, 0])
+                return self.endings.process_tokens(running.requests, running.texts, own[:, :, 0])
         return sum(self.endings.take(running.rows, step) for step in told)
 
-    def _taken_drafts(self, running: DecodeBatchPlan, told: np.ndarray) -> int:
+    def _process_drafts(self, running: DecodeBatchPlan, told: np.ndarray) -> int:
         """Processes a step with drafts, int32 [b, S, 2] from `verify`. Returns its token count."""
         tokens = told.shape[1]
         counts = np.count_nonzero(told[:, :, 1] != FinishCode.IDLE, axis=1)
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
-                self.scheduler.guessed_wrong(row, tokens - count)
+                self.scheduler.rollback_drafts(row, tokens - count)
         self.stats.drafted_tokens += (tokens - 1) * int(np.count_nonzero(counts))
         first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
         self.stats.guessed_tokens += sum(others)

@@ -151,29 +151,29 @@ def _filters(
     scaled: Float[Array, "B vocab"], sampling: SamplingBatch, filters: Bool[Array, "B"]
 ) -> Float[Array, "B vocab"]:
     """Returns the logits with -inf for tokens excluded by `top_k` and `top_p`, where `filters`."""
-    keys = _ordered(scaled)
+    keys = _to_sortable_ints(scaled)
     count = sampling.top_k[:, None].astype(jnp.float32)
     ones = jnp.ones_like(scaled)
     # The k-th largest key is the least one with fewer than k above it.
-    least = _least_with_less_above(keys, ones, count)
+    least = _find_threshold(keys, ones, count)
     above = (keys > least).sum(1, keepdims=True)
-    few = (keys == least) & (_before(keys == least) < count - above)
+    few = (keys == least) & (_count_lower_ids(keys == least) < count - above)
     kept = (sampling.top_k[:, None] == 0) | (keys > least) | few
     scaled = jnp.where(kept, scaled, -jnp.inf)
 
-    keys, chances = _ordered(scaled), jax.nn.softmax(scaled)
+    keys, chances = _to_sortable_ints(scaled), jax.nn.softmax(scaled)
     top_p = sampling.top_p[:, None]
-    least = _least_with_less_above(keys, chances, top_p)
+    least = _find_threshold(keys, chances, top_p)
     above = jnp.where(keys > least, chances, 0).sum(1, keepdims=True)
     equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
-    few = (keys == least) & (above + equal * _before(keys == least) < top_p)
+    few = (keys == least) & (above + equal * _count_lower_ids(keys == least) < top_p)
     # A sum of float32 can reach 1 before the last token, but top_p=1 has to keep them all.
     best = jnp.arange(scaled.shape[1]) == jnp.argmax(scaled, axis=1)[:, None]
     kept = (top_p >= 1) | (keys > least) | few | best
     return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
 
 
-def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
+def _to_sortable_ints(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
     """Returns integers in the same order as these numbers."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -181,12 +181,12 @@ def _ordered(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _before(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
+def _count_lower_ids(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
     """Returns how many marked tokens have a lower id."""
     return jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
 
 
-def _least_with_less_above(
+def _find_threshold(
     keys: UInt[Array, "B vocab"], weights: Float[Array, "B vocab"], limit: Float[Array, "B 1"]
 ) -> UInt[Array, "B 1"]:
     """Returns the least key above which the weights add up to less than `limit`.

@@ -39,7 +39,7 @@ class _FreeListPool:
         self._in_use.update(taken)
         return taken
 
-    def _give_back(self, numbers: Iterable[int]) -> None:
+    def _release_pages(self, numbers: Iterable[int]) -> None:
         numbers = list(numbers)
         if len(set(numbers)) < len(numbers) or not self._in_use.issuperset(numbers):
             raise PoolError(
@@ -108,7 +108,7 @@ class PagePool(_FreeListPool):
         """
         pages = list(pages)
         shared = {page for page in pages if self._more[page] > 0}
-        self._give_back(page for page in pages if page not in shared)
+        self._release_pages(page for page in pages if page not in shared)
         self._more.subtract(shared)
 
     def keep(self, pages: Iterable[int]) -> None:
@@ -149,7 +149,7 @@ class SlotPool(_FreeListPool):
         Raises:
             PoolError: The slot is not in use.
         """
-        self._give_back([slot])
+        self._release_pages([slot])
 
 
 class PoolView:

@@ -38,7 +38,7 @@ class WaitingRequest:
     def turn(self) -> tuple[int, int]:
         return self.request.priority, self.order
 
-    def outlives_weights(self) -> None:
+    def continue_with_new_weights(self) -> None:
         """Continues with new weights: keeps the tokens, and restarts unfinished scores."""
         self.older_tokens = len(self.tokens)
         if self.prompt_logprobs and len(self.prompt_logprobs) < len(self.request.prompt):

@@ -152,7 +152,7 @@ class Scheduler:
         """Queues a request, for which `refusal` must be None."""
         self._queue(WaitingRequest(request, next(self._orders)))
 
-    def withdraw(self, id: int) -> WaitingRequest | None:
+    def remove_waiting(self, id: int) -> WaitingRequest | None:
         """Removes a waiting request from the queue by its id, and returns it; None if not found."""
         found = next((queued for queued in self.waiting if queued.request.id == id), None)
         if found is not None:
@@ -162,7 +162,7 @@ class Scheduler:
     def admit(self) -> None:
         """Moves waiting requests into free rows until the first one in the queue finds no pages."""
         while self.waiting and len(self.rows) < self.limits.batch:
-            group = self._roomiest()
+            group = self._find_emptiest_group()
             queued = self.waiting[0]
             now = queued, group, self.changes, self._pages[group].available
             if now == self._refused:
@@ -172,7 +172,7 @@ class Scheduler:
             if queued.tokens and not self.limits.reproducible:
                 prompt = [*prompt, *queued.tokens]
             last = len(request.prompt) + self._max_tokens(request) - 1
-            entering, hit = self._found(queued, prompt)
+            entering, hit = self._match_prefix(queued, prompt)
             self._pages[group].share(hit.pages)  # before `allocate`, which may evict them
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
             fits = self._fits(group, queued, len(prompt), len(hit.pages), rest)
@@ -187,7 +187,7 @@ class Scheduler:
             row = self._place(queued, prompt, [*hit.pages, *pages], slot, group)
             row.prefix = entering
             if self.prefixes is not None and entering is not None:
-                self._goes_on(row, hit)
+                self._resume_after_prefix(row, hit)
 
     # --- rows
 
@@ -283,7 +283,7 @@ class Scheduler:
                 pool = self._pages[self.group_of(index)]
                 wanted = self.room[index] < row.last + self.limits.speculate
                 if wanted and pool.available > kept:
-                    self._give(row, pool.allocate(1))
+                    self._add_pages(row, pool.allocate(1))
         return True
 
     def steady(self, places: np.ndarray) -> int:
@@ -300,7 +300,7 @@ class Scheduler:
         self.cached += moved
         self.left -= moved
 
-    def guessed_wrong(self, row: RunningRequest, tokens: int) -> None:
+    def rollback_drafts(self, row: RunningRequest, tokens: int) -> None:
         """Takes back the tokens of a step that turned out to be rejected drafts."""
         self.cached[row.index] -= tokens
         self.left[row.index] += tokens
@@ -324,13 +324,13 @@ class Scheduler:
         self.deltas.clear()
         self._new_pools()
 
-    def hold_back(self) -> list[WaitingRequest]:
-        """Removes the requests that have not begun; `put_back` queues them again."""
+    def remove_unstarted(self) -> list[WaitingRequest]:
+        """Removes the requests that have not begun; `requeue_unstarted` queues them again."""
         held = [queued for queued in self.waiting if queued.admitted is None]
         self.waiting = [queued for queued in self.waiting if queued.admitted is not None]
         return held
 
-    def put_back(self, held: Sequence[WaitingRequest]) -> None:
+    def requeue_unstarted(self, held: Sequence[WaitingRequest]) -> None:
         for queued in held:
             self._queue(queued)
 
@@ -359,7 +359,7 @@ class Scheduler:
         self.decoding[row.index] = False
         del self.rows[row.index]
         group = self.group_of(row.index)
-        self._due[group] -= self._most_pages(row.request)
+        self._reserved[group] -= self._most_pages(row.request)
         self._pages[group].free(row.pages)
         self._slots[group].free(row.slot)
 
@@ -388,7 +388,7 @@ class Scheduler:
         limits, groups = self.limits, range(self.limits.groups)
         self._pages = [PagePool(limits.pages, limits.page_tokens) for _ in groups]
         self._slots = [SlotPool(limits.rows_per_group) for _ in groups]
-        self._due = [0] * len(groups)  # pages that the rows of each group have at full length
+        self._reserved = [0] * len(groups)  # pages that the rows of each group have at full length
         self._refused = None
         self._short = 0
         self.copies.clear()
@@ -404,7 +404,7 @@ class Scheduler:
                 pages, block, checkpoints, self.prefix_counts, recurrent=self.recurrent
             )
 
-    def _found(
+    def _match_prefix(
         self, queued: WaitingRequest, prompt: Sequence[int]
     ) -> tuple[PendingInsert | None, PrefixMatch]:
         """Returns (the blocks that the prompt may store in the prefix cache, its hit)."""
@@ -417,7 +417,7 @@ class Scheduler:
         hit = PrefixMatch() if told else self.prefixes.find(queued.keys)
         return PendingInsert(queued.keys, hit), hit
 
-    def _goes_on(self, row: RunningRequest, hit: PrefixMatch) -> None:
+    def _resume_after_prefix(self, row: RunningRequest, hit: PrefixMatch) -> None:
         """Starts a row after the cached part of its prompt."""
         assert self.prefixes is not None
         self.prefixes.used(hit, len(row.prompt))
@@ -436,7 +436,7 @@ class Scheduler:
         """Whether the group's rows and one more are expected to end without outgrowing the pool. Of
         its `prompt` tokens, `hit` pages are cached and `rest` tokens need pages."""
         pool, limits, request = self._pages[group], self.limits, queued.request
-        if self._due[group] + self._most_pages(request) <= pool.size:
+        if self._reserved[group] + self._most_pages(request) <= pool.size:
             return True
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
         if not len(rows):  # a request always fits by itself, or it was refused
@@ -458,7 +458,7 @@ class Scheduler:
         )
         return now + growth <= pool.available
 
-    def _roomiest(self) -> int:
+    def _find_emptiest_group(self) -> int:
         """The data group with the most free pages, among those with a free row."""
         free = [group for group, slots in enumerate(self._slots) if slots.available]
         return max(free, key=lambda group: self._pages[group].available)
@@ -502,11 +502,11 @@ class Scheduler:
         self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
-        self._due[group] += self._most_pages(request)
-        self._give(row, pages)
+        self._reserved[group] += self._most_pages(request)
+        self._add_pages(row, pages)
         return row
 
-    def _give(self, row: RunningRequest, pages: list[int] | None) -> None:
+    def _add_pages(self, row: RunningRequest, pages: list[int] | None) -> None:
         """Gives a row more pages, on the host and, with the next update, on the device."""
         assert pages is not None, "the caller has checked that pages are free"
         first = len(row.pages)

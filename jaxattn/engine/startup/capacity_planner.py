@@ -167,7 +167,7 @@ class CapacityPlanner:
             self.plan(limits, known, memory, own, wanted=wanted)
             steps = self.compile(limits, earlier=earlier)
             found = self.known(limits, steps)
-            if _most(found) <= _most(known):
+            if _peak_bytes(found) <= _peak_bytes(known):
                 return limits, steps, found
             known, earlier = found, steps
         raise PlanError(
@@ -209,7 +209,7 @@ class CapacityPlanner:
             known |= self.known(limits, steps)
 
 
-def _most(known: Mapping[str, ExecutableMemory]) -> int:
+def _peak_bytes(known: Mapping[str, ExecutableMemory]) -> int:
     """Returns the bytes that a plan counts: the largest temp plus the largest in- and outputs."""
     return max(each.temp for each in known.values()) + max(each.in_out for each in known.values())
 

@@ -136,7 +136,7 @@ def prepare(
     own_devices = _devices(devices, parallel)
     if own_devices[0].platform == "cpu" and implementation in (None, "xla"):
         model = model.for_cpu()
-    whole, limits = model, _laid_out(limits, parallel)
+    whole, limits = model, _apply_layout(limits, parallel)
     model = divided(whole, parallel)
     if not peers_reach(own_devices):
         model = divided(whole.without_peer_memory(), parallel)
@@ -145,7 +145,7 @@ def prepare(
     collectives = collectives_of(model, own_devices)
     memory, own = smallest_memory(own_devices), checked.nbytes
     beside = others(memory, {}, own, collectives)
-    choice = _chosen(model, limits, checked, memory, own_devices, implementation, beside)
+    choice = _choose_limits(model, limits, checked, memory, own_devices, implementation, beside)
     limits = choose_decode_steps(choice.limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
     compiler = CapacityPlanner(
         model=model,
@@ -191,7 +191,7 @@ def prepare(
     )
 
 
-def _chosen(
+def _choose_limits(
     model: Model,
     limits: Limits,
     params: CheckedParams,
@@ -225,7 +225,7 @@ def _bounds(
     }
 
 
-def _laid_out(limits: Limits, parallel: Parallel) -> Limits:
+def _apply_layout(limits: Limits, parallel: Parallel) -> Limits:
     """Returns the limits with the settings that follow from the layout."""
     # Each data group has pages of its own, which the other groups cannot read.
     shared = limits.prefix_cache and parallel.data == 1

@@ -79,16 +79,16 @@ class LimitsSearch:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def choose(self) -> LimitsChoice:
-        limits = whole = self._fast()
+        limits = whole = self._choose_gpu_limits()
         why = dict(self.reasons)
-        limits = self._few_states(limits)
-        limits = self._lowered(limits, {})
+        limits = self._fit_states(limits)
+        limits = self._fit_one_row(limits, {})
         known: Mapping[str, ExecutableMemory] = {}
         fits = self._fits(limits, known)
         if fits and self.asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
             # Tracing takes seconds, so it comes after the plan of only weights and state.
             known = self.bounds(limits)
-            while (lower := self._lowered(limits, known)) != limits:
+            while (lower := self._fit_one_row(limits, known)) != limits:
                 limits = lower
                 known = self.bounds(limits)
             fits = self._fits(limits, known)
@@ -97,14 +97,14 @@ class LimitsSearch:
         elif not self._pages(limits, known):  # then the plan of the original limits gives advice
             limits, self.reasons = whole, why
         limits = self._checkpoints(limits, known)
-        limits = self._share(limits, known)
+        limits = self._choose_utilization(limits, known)
         self._explain_buckets(limits)
         return LimitsChoice(limits, tuple(self.reasons.values()), known if fits else {})
 
     def _explain(self, name: str, value: Any, why: str) -> None:
         self.reasons[name] = limit_reason(name, value, why)
 
-    def _fast(self) -> Limits:
+    def _choose_gpu_limits(self) -> Limits:
         """Returns the limits of a GPU if everything fits."""
         asked, unset, chosen = self.asked, self.asked.unset, {}
 
@@ -160,13 +160,13 @@ class LimitsSearch:
     def _plan(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> MemoryPlan:
         return plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
 
-    def _filled(self, limits: Limits) -> Limits:
+    def _with_utilization(self, limits: Limits) -> Limits:
         """Returns the limits with a utilization, which decides the number of pages."""
         return dataclasses.replace(limits, utilization=limits.utilization or UTILIZATION)
 
     def _pages(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
         """Returns the pages that fit; 0 if even weights, states and steps do not."""
-        limits = self._filled(limits)
+        limits = self._with_utilization(limits)
         if limits.num_pages:
             plan = self._plan(dataclasses.replace(limits, utilization=None), known)
             return 0 if plan.reserve is None or plan.reserve < 0 else limits.num_pages
@@ -175,9 +175,9 @@ class LimitsSearch:
             return 0
         return fill(self.model, limits, self.memory, self.params, known, **self.beside).pages
 
-    def _room(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
+    def _free_bytes(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> int:
         """Returns the bytes that weights and steps leave for states and pages."""
-        one = dataclasses.replace(self._filled(limits), num_pages=1)
+        one = dataclasses.replace(self._with_utilization(limits), num_pages=1)
         plan = self._plan(one, known)
         return (plan.reserve or 0) + self._slot * limits.rows_per_group
 
@@ -196,13 +196,13 @@ class LimitsSearch:
         """Whether the cache holds a row, of the shortest context if the context is open."""
         return self._pages(limits, known) >= _least_pages(self.asked, limits)
 
-    def _few_states(self, limits: Limits) -> Limits:
+    def _fit_states(self, limits: Limits) -> Limits:
         """Lowers the batch until its states leave most of the room to pages."""
         if not self._slot or "batch" not in self.asked.unset:
             return limits
-        most = self._room(limits, {}) * STATES_SHARE
+        most = self._free_bytes(limits, {}) * STATES_SHARE
         while self._slot * limits.rows_per_group > most and _can_halve(self.asked, limits):
-            limits = _halved(self.asked, limits)
+            limits = _halve_batch(self.asked, limits)
             self._explain(
                 "batch",
                 limits.batch,
@@ -211,15 +211,15 @@ class LimitsSearch:
             )
         return limits
 
-    def _lowered(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
+    def _fit_one_row(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """Lowers the batch, then the chunk, until a row of the shortest allowed context fits."""
         asked = self.asked
         while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
             if _can_halve(asked, limits):
-                limits = _halved(asked, limits)
+                limits = _halve_batch(asked, limits)
                 name, value = "batch", limits.batch
-            elif "prefill_chunk" in asked.unset and _shorter(asked, limits) != limits:
-                limits = _shorter(asked, limits)
+            elif "prefill_chunk" in asked.unset and _halve_chunk(asked, limits) != limits:
+                limits = _halve_chunk(asked, limits)
                 name, value = "prefill_chunk", limits.prefill_chunk
             else:
                 break
@@ -258,7 +258,7 @@ class LimitsSearch:
             return limits
         kept = 0
         if self._slot and limits.prefix_cache and limits.groups == 1:
-            room = self._room(dataclasses.replace(limits, checkpoints=0), known)
+            room = self._free_bytes(dataclasses.replace(limits, checkpoints=0), known)
             kept = min(limits.batch, max(int(room * CHECKPOINTS_SHARE) // self._slot, 0))
             why = (
                 "prefix states, at most one per row and an eighth of the memory that weights leave"
@@ -266,12 +266,12 @@ class LimitsSearch:
             self._explain("checkpoints", kept, why)
         return dataclasses.replace(limits, checkpoints=kept)
 
-    def _share(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
+    def _choose_utilization(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
         """Chooses the utilization, unless the cache of all rows takes little of the device."""
         if "utilization" not in self.asked.unset:
             return limits
         whole = limits.wanted_pages * page_bytes(self.model.caches)
-        if whole <= self._room(limits, known) * WHOLE_SHARE:
+        if whole <= self._free_bytes(limits, known) * WHOLE_SHARE:
             why = f"enough for all rows at full length, {whole / MIB:,.1f} MiB"
             self.reasons["utilization"] = f"pages {limits.wanted_pages:,}: {why}"
             return limits
@@ -304,23 +304,23 @@ def _least_pages(asked: Limits, limits: Limits) -> int:
 
 
 def _can_halve(asked: Limits, limits: Limits) -> bool:
-    return "batch" in asked.unset and _half(asked, limits) < limits.batch
+    return "batch" in asked.unset and _compute_half_batch(asked, limits) < limits.batch
 
 
-def _half(asked: Limits, limits: Limits) -> int:
+def _compute_half_batch(asked: Limits, limits: Limits) -> int:
     least = max(*asked.decode_buckets, limits.groups, 1)
     return max(limits.batch // 2 // limits.groups * limits.groups, least)
 
 
-def _halved(asked: Limits, limits: Limits) -> Limits:
-    rows = _half(asked, limits)
+def _halve_batch(asked: Limits, limits: Limits) -> Limits:
+    rows = _compute_half_batch(asked, limits)
     changed: dict[str, Any] = {"batch": rows}
     if "decode_buckets" in asked.unset:
         changed["decode_buckets"] = _below(limits.decode_buckets, rows)
     return dataclasses.replace(limits, **changed)
 
 
-def _shorter(asked: Limits, limits: Limits) -> Limits:
+def _halve_chunk(asked: Limits, limits: Limits) -> Limits:
     """Halves the chunk, and the tokens of a step, if the chunk stays long enough."""
     chunk = max(limits.prefill_chunk // 2, *asked.prefill_buckets, 1)
     if chunk >= limits.prefill_chunk or chunk < LEAST_CHUNK:

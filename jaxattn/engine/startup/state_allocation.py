@@ -11,7 +11,7 @@ from jaxattn.engine.compilation.sharded_step import (
     device_put_inputs,
     group_of,
 )
-from jaxattn.engine.execution.model_runner import in_turn
+from jaxattn.engine.execution.model_runner import call_serialized
 from jaxattn.engine.runtime.process_state import PROCESS_STATE
 from jaxattn.engine.startup.engine_build import EngineBuild
 from jaxattn.engine.startup.memory_profiling import Weights
@@ -79,7 +79,7 @@ def warm_up(
         given, executable = step.padding(model, limits), executables[str(step)]
         if group is not None:
             given = device_put_inputs(step, given, model, group)
-            executable = functools.partial(in_turn, executable)
+            executable = functools.partial(call_serialized, executable)
         state, rows, told = step.call(executable, given, weights, state, rows)
         jax.block_until_ready((told, rows))
     return state, rows

@@ -214,7 +214,7 @@ class SpeculativeDecodeStep(FusedDecodeStep):
 
     def function(self, model: Model, limits: Limits, tree: Any) -> Callable:
         checkpoints, slots = kept_checkpoints(limits), recurrent(model)
-        guess = partial(draft_head.guess, model) if limits.uses_draft_head else _looked_up
+        guess = partial(draft_head.guess, model) if limits.uses_draft_head else _draft_by_lookup
 
         def drafted(weights: Any, held: Any, places: Any, **options: Any) -> Any:
             state, rows = held
@@ -330,7 +330,7 @@ def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **o
     return model.decode(params, state, _own_rows(model, batch), **options)
 
 
-def _looked_up(
+def _draft_by_lookup(
     params: Any, state: Any, rows: DeviceBatch, places: Any, *sizes: int, **options: Any
 ) -> tuple[DraftTokens, Any]:
     """Drafts by prompt lookup, which needs no model."""

@@ -52,7 +52,7 @@ def advance(
     found = read(rows, places)
     active = found.cursor.active > 0
     position = found.cursor.length + 1
-    choose = functools.partial(_chosen, rows, level=level, replays=replays)
+    choose = functools.partial(_sample_tokens, rows, level=level, replays=replays)
     chosen = (
         choose(found, logits) if level == SamplingMode.GREEDY else _in_blocks(choose, found, logits)
     )
@@ -70,7 +70,7 @@ def advance(
     return rows, told
 
 
-def _chosen(
+def _sample_tokens(
     rows: DeviceBatch,
     found: RowView,
     logits: Float[Array, "b vocab"],

@@ -130,7 +130,7 @@ class EngineRollout(BaseRollout):
             text=[self.tokenizer.decode(self._shown(each, rollout_config)) for each in served],
             logits=None,
             tokens=[np.array(each.tokens, np.int32) for each in served],
-            left_padded_prompt_tokens=self._left_padded(tokens, rollout_config.max_prompt_length),
+            left_padded_prompt_tokens=self._pad_left(tokens, rollout_config.max_prompt_length),
             logprobs=self._logprobs(served, rollout_config),
         )
 
@@ -227,7 +227,7 @@ class EngineRollout(BaseRollout):
                 top_p=1.0 if config.top_p is None else config.top_p,
                 top_k=max(config.top_k or 0, 0),
                 logprobs=0 if told else None,
-                processed_logprobs=told and self._heated(config),
+                processed_logprobs=told and self._scales_logprobs(config),
                 seed=int(seed),
                 **options,
             )
@@ -246,7 +246,7 @@ class EngineRollout(BaseRollout):
             tokens.pop()
         return tokens
 
-    def _left_padded(self, tokens: list[list[int]], length: int) -> Int[np.ndarray, "B P"]:
+    def _pad_left(self, tokens: list[list[int]], length: int) -> Int[np.ndarray, "B P"]:
         longest = max(map(len, tokens))
         if longest > length:  # as Tunix's sampler does
             length = 2 ** math.ceil(math.log2(longest))
@@ -258,7 +258,7 @@ class EngineRollout(BaseRollout):
     # --- log-probabilities
 
     @staticmethod
-    def _heated(config: RolloutConfig) -> bool:
+    def _scales_logprobs(config: RolloutConfig) -> bool:
         """Whether the temperature changes log-probabilities. As in Tunix, greedy rows use 1."""
         return config.temperature not in (0.0, 1.0)
 
@@ -266,7 +266,7 @@ class EngineRollout(BaseRollout):
         """Whether to score the completions after the rollout, because the engine's processed
         log-probabilities would be normalized after top-p and top-k."""
         filtered = (config.top_p or 1.0) < 1 or (config.top_k or 0) > 0
-        return self._heated(config) and filtered
+        return self._scales_logprobs(config) and filtered
 
     def _logprobs(
         self, served: list[Completion], config: RolloutConfig

@@ -222,7 +222,7 @@ def may_split(batch: int, parts: int) -> bool:
     return parts > 1 and batch < WHOLE_ROWS * parts
 
 
-def most_pieces(batch: int, parts: int) -> int:
+def compute_max_pieces(batch: int, parts: int) -> int:
     """Returns the pieces of a row for batch-invariant splits, from static shapes. These are as many
     as there are parts per row, so that at most `parts` are merged."""
     return max(1, parts // batch) if may_split(batch, parts) else 1

@@ -213,7 +213,7 @@ def _send(
     gpus, count = ir.MemRefType(inbox.type).shape[1], sent[0].registers.size * _words(sent[0])
     offset = _offset(inbox, side, own, token, count)
     of_each = _addresses(addresses, gpus)
-    _must_be_at(inbox, _of(of_each, own))
+    _trap_if_inbox_moved(inbox, _of(of_each, own))
     there = [arith.addi(address, offset) for address in of_each]
     for gpu, place in enumerate(there):
         part = sent[gpu % len(sent)]
@@ -235,7 +235,7 @@ def _send_state(ctx: Any, inbox: Any, *given: Any) -> None:
     *scalars, out = given
     call, side, own, token, low, high, known_low, known_high, lse = map(single, scalars)
     to, known = (_address(*words) for words in ((low, high), (known_low, known_high)))
-    _must_be_at(inbox, known)
+    _trap_if_inbox_moved(inbox, known)
     [numbers] = out.registers.flat
     rounded = arith.truncf(ir.VectorType.get((NUMBERS,), ir.BF16Type.get()), numbers)
     words = [
@@ -282,7 +282,7 @@ def _write(first: Any, words: list[Any], call: Any) -> None:
         asm(code, [], [place, *words[piece * wide :][:wide], call], constraints)
 
 
-def _must_be_at(inbox: Any, known: Any) -> None:
+def _trap_if_inbox_moved(inbox: Any, known: Any) -> None:
     """Ends the program with an error if this GPU's inbox is not where its peers write to.
 
     Without this check, a kernel that receives a copy of the inbox would wait forever.
@@ -310,7 +310,7 @@ def _receive(
         loads: Loads of 16 bytes at a time.
     """
     of_call = (single(x) for x in (call, side, token))
-    words = _come(inbox, *of_call, features=features, loads=loads)
+    words = _await_parts(inbox, *of_call, features=features, loads=loads)
     _end(ctx, counts, call, token)
     gpus, together = ir.MemRefType(inbox.type).shape[1], _together(features)
     layout = mgpu.WGStridedFragLayout((features,), together)
@@ -327,7 +327,7 @@ def _receive_states(ctx: Any, inbox: Any, call: Any, side: Any, token: Any) -> t
     """Returns each GPU's piece and its log-sum-exp, one GPU after another."""
     del ctx
     of_call = (single(x) for x in (call, side, token))
-    words = _come(inbox, *of_call, features=NUMBERS * STATE_DIMS, loads=LOADS)
+    words = _await_parts(inbox, *of_call, features=NUMBERS * STATE_DIMS, loads=LOADS)
     layout = mgpu.WGStridedFragLayout((STATE_DIMS,), NUMBERS)
     narrow, wide = (
         ir.VectorType.get((NUMBERS,), of) for of in (ir.BF16Type.get(), ir.F32Type.get())
@@ -340,7 +340,9 @@ def _receive_states(ctx: Any, inbox: Any, call: Any, side: Any, token: Any) -> t
     return tuple(found)
 
 
-def _come(inbox: Any, call: Any, side: Any, token: Any, *, features: int, loads: int) -> list[Any]:
+def _await_parts(
+    inbox: Any, call: Any, side: Any, token: Any, *, features: int, loads: int
+) -> list[Any]:
     """Returns a thread's words of each GPU's part of a token, as soon as all have arrived."""
     gpus = ir.MemRefType(inbox.type).shape[1]
     count = features // (NUMBERS * THREADS)

@@ -79,7 +79,7 @@ def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
     out = plgpu.ShapeDtypeStruct((ROWS, form.columns), jnp.dtype(dtype), layout=plgpu.Layout.WGMMA)
 
     def run(_: Any, x: Any) -> Any:
-        pair = ir.VectorType.get((2,), ir.F16Type.get() if _half(dtype) else ir.BF16Type.get())
+        pair = ir.VectorType.get((2,), ir.F16Type.get() if _is_f16(dtype) else ir.BF16Type.get())
         words = _numbers(_loaded(x, form, 0), form, dtype)
         registers = [vector.bitcast(pair, joined([each])) for each in words]
         return fragmented(registers, (ROWS, form.columns), mgpu.WGMMA_LAYOUT)
@@ -90,7 +90,7 @@ def widened(tile: Any, dtype: DTypeLike, form: FourBitFormat, *, interpret: bool
 def shrunk(form: FourBitFormat, dtype: DTypeLike) -> float:
     """Returns the factor of widened numbers relative to the weights, a power of two."""
     small = form.kind == "mxfp4" or _by_multiply_add(form)
-    return 2.0**-SHRUNK if small and not _half(dtype) else 1.0
+    return 2.0**-SHRUNK if small and not _is_f16(dtype) else 1.0
 
 
 def accumulated(
@@ -107,7 +107,7 @@ def accumulated(
     """
     count = len(tokens)
     dtype, columns = tokens[0].dtype, total.shape[1]
-    kind = "f16" if _half(dtype) else "bf16"
+    kind = "f16" if _is_f16(dtype) else "bf16"
     product = plgpu.Layout.WGMMA
 
     def run(_: Any, total: Any, tiles: Any, *tokens: Any) -> Any:
@@ -162,7 +162,7 @@ def _by_multiply_add(form: FourBitFormat) -> bool:
     return form.kind == "int4" and form.scale == "bfloat16" and not form.zeros
 
 
-def _half(dtype: DTypeLike) -> bool:
+def _is_f16(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype) == jnp.float16
 
 
@@ -181,7 +181,7 @@ def _numbers(
     loaded: tuple[list[Any], list[Any]], form: FourBitFormat, dtype: DTypeLike
 ) -> list[Any]:
     """Returns words of two numbers, in the order of wgmma's left operand."""
-    kind = Float16Codes() if _half(dtype) else Bfloat16Codes()
+    kind = Float16Codes() if _is_f16(dtype) else Bfloat16Codes()
     codes, words = loaded
     scales, found = _scales(words, form, kind), []
     for unit in range(form.columns // WORD_COLUMNS):
@@ -203,8 +203,8 @@ def _scales(words: list[Any], form: FourBitFormat, kind: Any) -> list[list[Any]]
                 continue
             each = words[place] if form.zeros else words[place // 2]
             twice = 0x1010 if form.zeros or place % 2 == 0 else 0x3232
-            scale = _permuted(each, twice)
-            zero = kind.base_and(_permuted(each, 0x3232)) if form.zeros else word(kind.eight)
+            scale = _permute_bytes(each, twice)
+            zero = kind.base_and(_permute_bytes(each, 0x3232)) if form.zeros else word(kind.eight)
             rows.append((kind.factors(scale, form), zero))
         found.append(rows)
     return found
@@ -257,7 +257,7 @@ class Bfloat16Codes:
 
     def power(self, words: Any, place: int) -> Any:
         """Returns 2**(byte - 127 + 126 - SHRUNK), twice in a word."""
-        twice = _permuted(words, (0x4040, 0x4141, 0x4242, 0x4343)[place])
+        twice = _permute_bytes(words, (0x4040, 0x4141, 0x4242, 0x4343)[place])
         return plus(times(twice, 128), word((126 - SHRUNK << 7) * HALVES))
 
     def powered(self, x: Any, power: Any) -> Any:
@@ -268,7 +268,7 @@ class Bfloat16Codes:
         """Returns the numbers that sum up to a scale, each twice in a word."""
         if _by_multiply_add(form):  # for codes in the lowest bits and 4 bits above, and their 8
             made = (2.0 ** (133 - SHRUNK), 2.0 ** (129 - SHRUNK), -(2.0 ** (3 - SHRUNK)))
-            return tuple(self.product(scale, word(_twice(each))) for each in made)
+            return tuple(self.product(scale, word(_broadcast_bf16x2(each))) for each in made)
         if form.scale == "bfloat16":
             return (scale,)
         code = (
@@ -319,7 +319,7 @@ def _shifted(x: Any, by: int) -> Any:
     return arith.shli(x, word(by)) if by > 0 else arith.shrui(x, word(-by))
 
 
-def _twice(x: float) -> int:
+def _broadcast_bf16x2(x: float) -> int:
     """Returns a bfloat16 number, twice in a word."""
     return int(np.float32(x).view(np.uint32) >> 16) * HALVES
 
@@ -333,5 +333,5 @@ def _and(x: Any, mask: int) -> Any:
     return arith.andi(x, word(mask))
 
 
-def _permuted(x: Any, selected: int) -> Any:
+def _permute_bytes(x: Any, selected: int) -> Any:
     return asm_word(f"prmt.b32 $0, $1, 0, {selected};", x, movable=True)

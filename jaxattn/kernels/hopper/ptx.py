@@ -224,7 +224,7 @@ def tree(combine: Callable[[Any, Any], Any], values: list[Any]) -> Any:
     return values[0]
 
 
-def over_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
+def reduce_lanes(combine: Callable[[Any, Any], Any], x: Any, lanes: int) -> Any:
     """Reduces x by `combine` over groups of `lanes` neighboring lanes, a power of two; each lane
     gets the result."""
     distance = 1

@@ -66,7 +66,7 @@ class LinearRefs:
     x_ref: Any
     weights_refs: Any
     layer_ref: Any
-    apart_ref: Any  # the interpreter's, for the sums of a cluster
+    cluster_sums_ref: Any  # the interpreter's, for the sums of a cluster
     angles_ref: Any  # for rotated dims, else None
     out_refs: Any
     total_ref: Any  # for a norm, else None
@@ -140,22 +140,24 @@ class LinearCta:
             pl.when(step < self.mine)(partial(self._load, step))
         biases = self._biases()  # loaded while the products run
         sums, weighted, squares = self.norm.make() if self.norm else ([], [], None)
-        self._sum_up()
+        self._reduce_and_store()
         if self.norm:
             refs.sums_smem.at[0, cut.tokens][...] = squares  # in the memory of a next token's sums
-        if refs.apart_ref is not None:
-            refs.apart_ref[self.part, self.number] = refs.sums_smem[...]
-        self._meet()
+        if refs.cluster_sums_ref is not None:
+            refs.cluster_sums_ref[self.part, self.number] = refs.sums_smem[...]
+        self._sync_tile()
         factor: jax.Array | None = None
         if self.norm:
             first, *others = self._rows_of(0, cut.tokens)
             factor = self.norm.factor(sum(others, first))
         for result, (_, first) in enumerate(self.places):
-            self._when_in(result, partial(self._store, result, first, factor, biases[result]))
+            self._when_in_result(
+                result, partial(self._store, result, first, factor, biases[result])
+            )
         if self.norm and factor is not None:
             pl.when(self.number == 0)(partial(self.norm.give, sums, weighted, factor))
         if cut.parts > 1:
-            self._meet()  # no CTA exits before the others have read its sums
+            self._sync_tile()  # no CTA exits before the others have read its sums
 
     def _biases(self) -> list[Any]:
         """Loads, for each result, the biases of the tile's columns, if the tile is the result's."""
@@ -169,21 +171,21 @@ class LinearCta:
             for ref, (_, first) in zip(refs, self.places, strict=True)
         ]
 
-    def _sum_up(self) -> None:
+    def _reduce_and_store(self) -> None:
         """Stores the CTA's products to shared memory, tokens as rows."""
         cut, shape = self.cut, (ROWS, self.cut.columns)
         accumulators = [plgpu.ACC(shape, jnp.float32)] * (1 + cut.gated)
         for place, total in enumerate(pl.run_scoped(self._multiply, *accumulators)):
             store_transposed(self.refs.sums_smem.at[place], total, interpret=cut.interpret)
 
-    def _meet(self) -> None:
+    def _sync_tile(self) -> None:
         """Synchronizes the CTAs that share the tile."""
         if self.cut.parts > 1:
             cluster_barrier(self.refs.met, interpret=self.cut.interpret)
         else:
             warpgroup_barrier(interpret=self.cut.interpret)
 
-    def _when_in(self, result: int, function: Any) -> None:
+    def _when_in_result(self, result: int, function: Any) -> None:
         """Runs `function` if the tile is the result's."""
         number, tiles = self.places[result][0], self.cut.tiles[result]
         if len(self.cut.sizes) == 1:
@@ -207,7 +209,7 @@ class LinearCta:
             plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot, place], there)
 
         for result, (_, column) in enumerate(self.places):
-            self._when_in(result, partial(of_matrix, result, 0, column))
+            self._when_in_result(result, partial(of_matrix, result, 0, column))
             if cut.gated:
                 of_matrix(1, 1, column)
 
@@ -238,8 +240,8 @@ class LinearCta:
         cut, refs = self.cut, self.refs
         rows = []
         for other in range(cut.parts):
-            if refs.apart_ref is not None:
-                source = refs.apart_ref.at[other, self.number, place]
+            if refs.cluster_sums_ref is not None:
+                source = refs.cluster_sums_ref.at[other, self.number, place]
             elif cut.parts > 1:
                 source = plgpu.cluster_ref(refs.sums_smem.at[place], {"part": jnp.int32(other)})
             else:

@@ -167,7 +167,7 @@ def linears_fp8_mosaic(
             "weights_refs": tuple(weights),
             "scales_refs": tuple(scales),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
-            "apart_ref": None if apart is None else jax.new_ref(apart),
+            "cluster_sums_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None,
             **({} if norm is None else norm.operands),
         },
@@ -221,11 +221,11 @@ class Fp8LinearCta(LinearCta):
                 plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot, place, half], there)
 
         for result, (_, first) in enumerate(self.places):
-            self._when_in(result, partial(of_matrix, result, 0, first))
+            self._when_in_result(result, partial(of_matrix, result, 0, first))
             if cut.gated:
                 of_matrix(1, 1, first)
 
-    def _sum_up(self) -> None:
+    def _reduce_and_store(self) -> None:
         cut, refs = self.cut, self.refs
         shape, many = (HALF, cut.columns), HALVES * (1 + cut.gated)
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
@@ -276,10 +276,12 @@ class Fp8LinearCta(LinearCta):
         Up's weights are widened after gate's products: both would not fit in the registers.
         """
         return [
-            y for place in range(1 + self.cut.gated) for y in self._of_matrix(step, slot, place)
+            y
+            for place in range(1 + self.cut.gated)
+            for y in self._multiply_matrix(step, slot, place)
         ]
 
-    def _of_matrix(self, step: Any, slot: Any, place: int) -> list[jax.Array]:
+    def _multiply_matrix(self, step: Any, slot: Any, place: int) -> list[jax.Array]:
         cut = self.cut
         tiles = [self.refs.w_smem.at[slot, place, half] for half in range(HALVES)]
         tokens = self._tokens(step, slot)

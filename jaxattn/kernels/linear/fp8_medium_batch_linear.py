@@ -192,7 +192,7 @@ def launch_blocks(
             "weights_refs": tuple(weights),
             "scales_refs": None if scales is None else tuple(scales),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
-            "apart_ref": apart,
+            "cluster_sums_ref": apart,
         },
         outputs={
             "out_refs": tuple(
@@ -281,7 +281,7 @@ class Fp8LargeBatchLinearRefs:
     weights_refs: Any
     scales_refs: Any
     layer_ref: Any
-    apart_ref: Any  # the interpreter's, for the sums of a cluster
+    cluster_sums_ref: Any  # the interpreter's, for the sums of a cluster
     out_refs: Any
     x_smem: Any  # [stage, columns, 128]
     w_smem: Any  # [stage, warpgroup, 64, 128]
@@ -318,7 +318,7 @@ class Fp8LargeBatchLinearCta:
         pl.when(self.wg == CONSUMERS)(self._load)
         pl.when(self.wg < CONSUMERS)(self._multiply)
         if self.cut.parts > 1:
-            self._meet_in_cluster()  # no CTA exits before the others have read its sums
+            self._sync_cluster()  # no CTA exits before the others have read its sums
 
     def _load(self) -> None:
         """Loads steps of K into the ring, as its stages become free, in the producer warpgroup."""
@@ -341,7 +341,7 @@ class Fp8LargeBatchLinearCta:
                     plgpu.copy_gmem_to_smem(source, to, refs.loaded.at[slot])
 
             for result, (_, first) in enumerate(self.places):
-                self._when_in(result, partial(of_tile, result, first))
+                self._when_in_result(result, partial(of_tile, result, first))
             self._copy_tokens(slot, step)
 
         @pl.loop(jnp.maximum(self.mine - cut.stages, 0), self.mine)
@@ -349,7 +349,7 @@ class Fp8LargeBatchLinearCta:
             plgpu.barrier_wait(refs.read.at[lax.rem(s, cut.stages)])
 
         if cut.parts > 1:
-            self._meet_in_cluster()
+            self._sync_cluster()
 
     def _source(self, weights: Any, row: Any, step: Any) -> Any:
         """Returns 64 rows of a step of K."""
@@ -368,7 +368,7 @@ class Fp8LargeBatchLinearCta:
             plgpu.set_max_registers(232, action="increase")
         total = self._total()
         if cut.summed:
-            self._sum_up(total)
+            self._reduce_and_store(total)
         else:
             self._store(0, total)
 
@@ -435,7 +435,7 @@ class Fp8LargeBatchLinearCta:
 
         return pl.run_scoped(products, plgpu.ACC((ROWS, cut.columns), jnp.float32))
 
-    def _sum_up(self, total: jax.Array) -> None:
+    def _reduce_and_store(self, total: jax.Array) -> None:
         """Adds up the sums of a cluster's CTAs, or multiplies gate's by up's; then stores."""
         cut, refs = self.cut, self.refs
         store(
@@ -443,10 +443,10 @@ class Fp8LargeBatchLinearCta:
             by_thread(total, interpret=cut.interpret),
             interpret=cut.interpret,
         )
-        if refs.apart_ref is not None:
-            refs.apart_ref[self.part, self.number, self.wg] = refs.sums_smem[self.wg]
+        if refs.cluster_sums_ref is not None:
+            refs.cluster_sums_ref[self.part, self.number, self.wg] = refs.sums_smem[self.wg]
         if cut.parts > 1:
-            self._meet_in_cluster()
+            self._sync_cluster()
         else:
             plgpu.barrier_arrive(refs.met)
             plgpu.barrier_wait(refs.met)
@@ -454,31 +454,31 @@ class Fp8LargeBatchLinearCta:
         mine = self.part * (1 + cut.gated) + (self.wg if cut.gated else 0)
         for turn in range(often):
             first = pl.multiple_of((turn * sharers + mine) * some, GROUP)
-            one = partial(self._sum_of, first, some)
+            one = partial(self._reduce_tokens, first, some)
             if (turn + 1) * sharers * some > cut.columns:
                 pl.when(first < cut.columns)(one)
             else:
                 one()
 
-    def _sum_of(self, first: Any, some: int) -> None:
+    def _reduce_tokens(self, first: Any, some: int) -> None:
         """Adds up and stores the sums of some tokens."""
         if not self.cut.gated:
-            y = self._sum_of_parts(self.wg, first, some)
+            y = self._reduce_split_k(self.wg, first, some)
         else:
-            gate, up = (self._sum_of_parts(half, first, some) for half in range(CONSUMERS))
+            gate, up = (self._reduce_split_k(half, first, some) for half in range(CONSUMERS))
             y = gate / (1.0 + jnp.exp(-gate)) * up
         self._store(first, product_of(y, interpret=self.cut.interpret))
 
-    def _sum_of_parts(self, half: Any, first: Any, some: int) -> jax.Array:
+    def _reduce_split_k(self, half: Any, first: Any, some: int) -> jax.Array:
         cut, refs = self.cut, self.refs
         begin, found = pl.multiple_of(first * ROWS, NUMBERS), []
         for other in range(cut.parts):
-            if cut.parts > 1 and refs.apart_ref is None:
+            if cut.parts > 1 and refs.cluster_sums_ref is None:
                 found.append(load_of_block(refs.sums_smem.at[half], begin, some, other))
                 continue
             source = refs.sums_smem.at[half]
-            if refs.apart_ref is not None:
-                source = refs.apart_ref.at[other, self.number, half]
+            if refs.cluster_sums_ref is not None:
+                source = refs.cluster_sums_ref.at[other, self.number, half]
             numbers = source.at[pl.ds(begin, some * ROWS)]
             found.append(plgpu.load(numbers, layout=threads(some), optimized=False))
         return sum(found[1:], found[0])
@@ -495,12 +495,12 @@ class Fp8LargeBatchLinearCta:
             )
 
         for result, (_, first) in enumerate(self.places):
-            self._when_in(result, partial(to, self.refs.out_refs[result], first))
+            self._when_in_result(result, partial(to, self.refs.out_refs[result], first))
 
-    def _meet_in_cluster(self) -> None:
+    def _sync_cluster(self) -> None:
         cluster_barrier(self.refs.all_met, interpret=self.cut.interpret)
 
-    def _when_in(self, result: int, function: Any) -> None:
+    def _when_in_result(self, result: int, function: Any) -> None:
         """Runs `function` if the tile is the result's."""
         if len(self.places) == 1:
             function()

@@ -254,7 +254,7 @@ def linears_mosaic(
             "x_ref": x,
             "weights_refs": tuple(weights),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
-            "apart_ref": None if apart is None else jax.new_ref(apart),
+            "cluster_sums_ref": None if apart is None else jax.new_ref(apart),
             "angles_ref": None if turned is None else turned.angles,
             "biases_refs": biases,
             **({} if norm is None else norm.operands),

@@ -80,7 +80,7 @@ def scratch(
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": hidden,
         "expert_size": expert_size,
     }  # fmt: skip
-    config = config or _chosen(form, fp8, sizes)
+    config = config or _choose_config(form, fp8, sizes)
     rows = padded_rows(tokens, top_k, experts, config.columns)
     shape = lambda width: (width // panel(width), rows, panel(width))  # noqa: E731
     return ArenaSpec.of(
@@ -88,7 +88,7 @@ def scratch(
     )
 
 
-def _chosen(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> MoeTileConfig:
+def _choose_config(form: FourBitFormat | None, fp8: bool, sizes: dict[str, Any]) -> MoeTileConfig:
     if form is None:
         return choose(**sizes, quantized=fp8)
     if not form.fits(sizes["expert_size"], sizes["hidden"]):  # the reference's, of any size
@@ -176,7 +176,7 @@ def mixture_of_experts_mosaic(
         "tokens": tokens, "top_k": top_k, "experts": experts, "hidden": features,
         "expert_size": width,
     }  # fmt: skip
-    config = config or _chosen(form, gate_up_scale is not None, sizes)
+    config = config or _choose_config(form, gate_up_scale is not None, sizes)
     dtype = gate_up.dtype if gate_up_scale is None and form is None else x.dtype
     spec = scratch(**sizes, dtype=dtype, config=config)
     columns = config.columns

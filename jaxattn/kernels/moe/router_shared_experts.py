@@ -511,7 +511,7 @@ class RouterExpertsCta:
             refs.apart[self.tile, 1, self.part] = refs.sums_smem[1]
         cluster_barrier(refs.met, interpret=cut.interpret)
         sharers = [self.part - sharer + other for other in range(SHARERS)]
-        gate, up = (self._of_sharers(sharers, place) for place in (0, 1))
+        gate, up = (self._reduce_split_k(sharers, place) for place in (0, 1))
         if squares is not None:
             factor = self.norm(begin, 0).factor(self._summed(1, sharers))
             gate, up = gate * factor, up * factor
@@ -528,7 +528,7 @@ class RouterExpertsCta:
 
         cluster_barrier(refs.met, interpret=cut.interpret)  # until the others have read the sums
 
-    def _of_sharers(self, sharers: list[Any], place: int) -> jax.Array:
+    def _reduce_split_k(self, sharers: list[Any], place: int) -> jax.Array:
         """Returns the sum of gate's or up's parts, in the order of K."""
 
         def of(other: Any) -> Any:

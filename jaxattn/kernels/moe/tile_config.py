@@ -161,7 +161,7 @@ def padded_rows(tokens: int, top_k: int, experts: int, columns: int, group: int 
     return -(-rows // group) * group + max(columns - group, 0)
 
 
-def most_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
+def compute_max_tiles(tokens: int, top_k: int, experts: int, columns: int) -> int:
     """Returns the most tiles of tokens, whatever they choose."""
     pairs = tokens * top_k
     return min(experts, pairs) + pairs // columns

@@ -116,8 +116,8 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         return factor * (LOG2E if soft_cap is None else 2 * LOG2E / soft_cap)
 
     def empty(self) -> Any:
-        none, blocks = self.no_sum(), self.cut.head_dim // PAGE
-        return self.no_top(), none, none, (self.no_output(PAGE),) * blocks
+        none, blocks = self.init_sum(), self.cut.head_dim // PAGE
+        return self.init_max(), none, none, (self.init_output(PAGE),) * blocks
 
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         top, total, minima, accs = state
@@ -142,12 +142,12 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         codes = [memory.codes.at[self.wg, slot] for slot in slots]
         numbers = [self.fragments.numbers(each, places) for each in codes]
         norms, scales, middles = map(list, zip(*numbers, strict=True))
-        whole = functools.reduce(jnp.logical_and, (self.all_seen(piece, t) for t in tokens))
+        whole = functools.reduce(jnp.logical_and, (self.all_visible(piece, t) for t in tokens))
         # Selected, because 0 times the NaN of a token that a row does not see would be NaN.
-        hidden = functools.partial(self._hidden, piece, tokens)
+        hidden = functools.partial(self._apply_mask, piece, tokens)
         mask = lambda *numbers: hidden(0.0, numbers)  # noqa: E731
         scales, middles = lax.cond(whole, lambda *numbers: list(numbers), mask, scales, middles)
-        scales, unit = self._divided(scales)
+        scales, unit = self._normalize_scales(scales)
         # There are two buffers, since other warps may still read the last one. The store comes
         # before the warps synchronize, so that the lanes' exchange is not delayed until the scores
         # are there.
@@ -205,7 +205,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
             plgpu.barrier_wait(memory.codes_loaded.at[self.wg, slot])
         return slots, tokens
 
-    def _hidden(
+    def _apply_mask(
         self, piece: GqaDecodeTile, tokens: Any, instead: float, kinds: Any
     ) -> list[Numbers]:
         """Returns the numbers of each kind and step, replaced by `instead` where a packed row does
@@ -222,7 +222,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         # tanh by exp2, since the approximate instruction is off by 2**-11 of the cap.
         return (1.0 - 2.0 / (jnp.exp2(scores) + 1.0)) * (self.cut.soft_cap * LOG2E)
 
-    def _divided(self, scales: Numbers) -> tuple[Numbers, jax.Array]:
+    def _normalize_scales(self, scales: Numbers) -> tuple[Numbers, jax.Array]:
         """Returns the tokens' scales, divided so that s P fits e4m3, and the divisor of each row.
 
         No p is above 1, so the largest scale bounds s P. It needs no score: lanes exchange it

@@ -52,7 +52,7 @@ class RotatedQueryGather(QueryGather):
         x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x)
         share = 1.0
         if self.form.rotated:
-            x, share = self._turned(x), self.form.head_dim**-0.5
+            x, share = self._apply_hadamard(x), self.form.head_dim**-0.5
 
         def wide(vector: jax.Array) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, x.shape, [0]), SCORES)
@@ -63,7 +63,7 @@ class RotatedQueryGather(QueryGather):
         store_terms((queries.at[some], queries.at[second]), divided, interpret=self.rows.interpret)
         self.memory.factors[at, some] = factors * (share * self.scale)
 
-    def _turned(self, x: jax.Array) -> jax.Array:
+    def _apply_hadamard(self, x: jax.Array) -> jax.Array:
         """Returns [n, D] times the Hadamard matrix times D**0.5."""
         if not self.rows.interpret:
             out = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, SCORES)

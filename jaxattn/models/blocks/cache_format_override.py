@@ -58,6 +58,6 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
     found = list(blocks)
     for place in places:
         mixer = blocks[place].mixer
-        changed = mixer.set_apart() if place in apart else mixer.in_format(name)
+        changed = mixer.with_separate_cache() if place in apart else mixer.in_format(name)
         found[place] = dataclasses.replace(blocks[place], mixer=changed)
     return tuple(found)

@@ -216,7 +216,9 @@ class GDN(DeltaMixer):
             return None
         return _two_parts(params["in_proj_ba"]["weight"][...])
 
-    def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
+    def attach_extra_weights(
+        self, module: Any, weights: StackedWeight, scales: StackedWeight
+    ) -> None:
         module.gates_in_stack = ExtraFp8Weights(weights, scales, jnp.dtype(jnp.float32))
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:

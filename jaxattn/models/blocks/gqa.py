@@ -66,7 +66,7 @@ class GQA(PagedMixer):
             gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # raises, or warns
         return dataclasses.replace(self, cache_format=name, apart=False)
 
-    def set_apart(self) -> "GQA":
+    def with_separate_cache(self) -> "GQA":
         return dataclasses.replace(self, cache_format=None, apart=True)
 
     @property

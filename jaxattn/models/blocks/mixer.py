@@ -107,7 +107,7 @@ class Mixer(abc.ABC):
         """Returns the same layer with a cache in one of `cache_formats`."""
         raise NotImplementedError(f"{type(self).__name__} supports only its own cache format")
 
-    def set_apart(self) -> "Mixer":
+    def with_separate_cache(self) -> "Mixer":
         """Returns the same layer with a separate cache in its own format.
 
         Raises:
@@ -256,11 +256,13 @@ class Mixer(abc.ABC):
         """Returns extra FP8 weights [repeats, N, K] and their scales, or None.
 
         The weights are computed from the parameters, and a step reads them in the same launch as
-        others. `leave_beside` passes their place to the module.
+        others. `attach_extra_weights` passes their place to the module.
         """
         return None
 
-    def leave_beside(self, module: Any, weights: StackedWeight, scales: StackedWeight) -> None:
+    def attach_extra_weights(
+        self, module: Any, weights: StackedWeight, scales: StackedWeight
+    ) -> None:
         raise NotImplementedError(f"{type(self).__name__} has no weights besides its linears")
 
     def widened(self, stream: Stream, params: Any) -> dict[str, Array]:

@@ -154,7 +154,7 @@ class PagedMixer(Mixer):
         y, *found = module.mixed(
             x,
             arrays[self.array],
-            **self.read_beside(arrays, mixed=True),
+            **self.get_decode_extras(arrays, mixed=True),
             lines=lines,
             block_tables=prompts.block_tables,
             seq_lens=prompts.seq_lens,
@@ -181,7 +181,7 @@ class PagedMixer(Mixer):
         y, *found = module.decode(
             x,
             arrays[self.array],
-            **self.read_beside(arrays, mixed=False),
+            **self.get_decode_extras(arrays, mixed=False),
             **addressing(batch, shared, self.most_tokens(arrays, batch)),
             layer=self.in_cache(layer),
             weights=weights,
@@ -197,7 +197,7 @@ class PagedMixer(Mixer):
         """Returns the layer in the form that the module expects."""
         return layer
 
-    def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
+    def get_decode_extras(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
         """Returns further arguments of the module's `decode`, or with `mixed` of its `mixed`."""
         return {}
 

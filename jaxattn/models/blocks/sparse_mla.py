@@ -144,7 +144,7 @@ class SparseMLA(MLA):
     def options_of_step(self, **sizes: Any) -> dict[str, Any]:
         return {"batch_invariant": self.batch_invariant}
 
-    def read_beside(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
+    def get_decode_extras(self, arrays: Arrays, *, mixed: bool) -> dict[str, Any]:
         of_prompts, of_rows = arrays.get(OF_PROMPTS), arrays.get(OF_ROWS)
         index = None
         if self.index_heads:

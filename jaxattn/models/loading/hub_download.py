@@ -66,7 +66,7 @@ def fetch_config(name: str, *, revision: str | None = None) -> Path:
     Raises:
         HubError: There is no such model or revision, access is denied, or the Hub is unreachable.
     """
-    with _plainly(name, revision):
+    with _translate_errors(name, revision):
         return Path(hf_hub_download(name, CONFIG, revision=revision)).parent
 
 
@@ -79,7 +79,7 @@ def fetch_text(name: str, folder: Path) -> None:
     Raises:
         HubError: See `fetch_config`.
     """
-    with _plainly(name):
+    with _translate_errors(name):
         _fetch(name, folder, _sizes(name, folder, TEXT, needed=False))
 
 
@@ -95,7 +95,7 @@ def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = N
         HubError: See `fetch_config`; also if the model has no safetensors, or the disk no space.
         CheckpointError: The index is damaged.
     """
-    with _plainly(name):
+    with _translate_errors(name):
         _fetch(name, folder, _sizes(name, folder, [INDEX], needed=False))
         names = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
         sizes = _sizes(name, folder, names, needed=True)
@@ -184,7 +184,7 @@ def _counting(count: Callable[[int], None]) -> type[tqdm]:
 
 
 @contextlib.contextmanager
-def _plainly(name: str, revision: str | None = None) -> Iterator[None]:
+def _translate_errors(name: str, revision: str | None = None) -> Iterator[None]:
     """Converts every error of the Hub or the network to a HubError with a message of one line."""
     try:
         yield

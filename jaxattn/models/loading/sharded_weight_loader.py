@@ -147,7 +147,7 @@ def _place(
     stacked: bool,
 ) -> Array:
     """Returns the GPU's parameter with a piece of a block in its place."""
-    part = _changed(parts, target.ndim, stored, change, stacked)
+    part = _transform_block(parts, target.ndim, stored, change, stacked)
     piece = lax.dynamic_slice(part.astype(target.dtype), tuple(begin), size)
     if target.dtype.itemsize > 1:
         return lax.dynamic_update_slice(target, piece, tuple(start))
@@ -157,7 +157,7 @@ def _place(
     return lax.bitcast_convert_type(updated, target.dtype)
 
 
-def _changed(
+def _transform_block(
     parts: tuple[Array, ...],
     dims: int,
     stored: WeightEncoding,
@@ -174,7 +174,9 @@ def _changed(
 def _shape_of(kind: Any, dims: int) -> tuple[int, ...]:
     stacked, stored, change, sizes = kind
     parts = tuple(jax.ShapeDtypeStruct(shape, wire_dtype(dtype)) for dtype, shape in sizes)
-    changed = functools.partial(_changed, dims=dims, stored=stored, change=change, stacked=stacked)
+    changed = functools.partial(
+        _transform_block, dims=dims, stored=stored, change=change, stacked=stacked
+    )
     return jax.eval_shape(changed, parts).shape
 
 

@@ -78,7 +78,7 @@ def load_weights(
     total, done = sum(map(_data_bytes, blocks)), 0
     with (
         _programs(blocks, shapes, where, compilers=readers // 2) as programs,
-        closing(_sent(blocks, readers, where)) as sent,
+        closing(_stream_blocks(blocks, readers, where)) as sent,
     ):
         for block, parts in sent:
             place = programs[_program(block, shapes)].result()
@@ -155,7 +155,7 @@ def _programs(
 # --- reading
 
 
-def _sent(
+def _stream_blocks(
     blocks: Sequence[ReadBlock], readers: int, where: Sharding
 ) -> Generator[tuple[ReadBlock, tuple[Array, ...]], None, None]:
     """Yields the blocks in order, on the device, and reads `readers` of them ahead."""

@@ -194,7 +194,7 @@ class DecodeStep:
         meets = partial(
             sum_add_norm, axes=spec.parallel.axes("all"), implementation=by_name, **of_all
         )
-        if not spec.tokens_meet:
+        if not spec.gathers_tokens:
             return (partial(meets, meet=all_reduce_norm_layer),) * 2
         gathers = self.collectives.meets(block)
         mlp_norm = partial(meets, meet=norm_gather_layer) if gathers else None

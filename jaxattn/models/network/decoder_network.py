@@ -29,8 +29,8 @@ from jaxattn.models.network.decode_layer_step import DecodeStep, LayerPosition
 from jaxattn.models.network.decoder_layer import LEAST_ROWS, DraftLayers, LayerGroup, norm_of
 from jaxattn.models.network.decoder_spec import DecoderSpec
 from jaxattn.models.network.layer_scan import (
+    attach_weight_stacks,
     in_repeat,
-    leave_in_stacks,
     linear_stacks_of,
     scan_layers,
 )
@@ -151,7 +151,7 @@ class DecoderNetwork(nnx.Module):
         ids, valid = prompts.tokens.reshape(1, -1), lines.valid.reshape(1, -1)
         shared, overlong = {}, None
         if rows is not None:
-            rows, overlong = self._within_tables(state, rows)
+            rows, overlong = self._drop_overflowing_rows(state, rows)
             shared = self._shared(state, rows, implementation)
             ids = lines.join(prompts.tokens, rows.tokens)
             valid = lines.join(lines.valid, (rows.seq_lens > 0)[:, None])
@@ -237,7 +237,7 @@ class DecoderNetwork(nnx.Module):
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], DecodeState]:
         """Returns `head`'s input for new tokens (at padding, of a zero stream), and the state."""
-        batch, overlong = self._within_tables(state, batch)
+        batch, overlong = self._drop_overflowing_rows(state, batch)
         step = self._decode_step(state, batch, weights, norms, implementation)
         x = self._embed(batch.tokens, step.tokens.valid > 0)
         if overlong is not None:
@@ -269,7 +269,7 @@ class DecoderNetwork(nnx.Module):
             (`head`'s input for the guess, the `hidden` for the next guess, the state).
         """
         assert self.spec.draft_head is not None
-        batch, _ = self._within_tables(state, batch)
+        batch, _ = self._drop_overflowing_rows(state, batch)
         step = self._decode_step(state, batch, weights, norms, implementation)
         x = self._draft_stream(batch.tokens, hidden, step.tokens.valid > 0)
         numbers = range(len(self.spec.layer_segments), len(self.spec.segments))
@@ -352,10 +352,12 @@ class DecoderNetwork(nnx.Module):
         ) -> tuple[Array, Any, DecodeState]:
             following, params = xs
             pattern = nnx.merge(graphdef, params)
-            leave_in_stacks(pattern, linear_stacks, following, implementation)
+            attach_weight_stacks(pattern, linear_stacks, following, implementation)
             for place, own in others.items():
                 places = (StackedWeight(each, in_repeat(following), implementation) for each in own)
-                segment.pattern[place].mixer.leave_beside(pattern.layers[place].mixer, *places)
+                segment.pattern[place].mixer.attach_extra_weights(
+                    pattern.layers[place].mixer, *places
+                )
             for place, layer in enumerate(pattern.layers):
                 where = LayerPosition(segment, place, following)
                 carry = step.layer(layer, where, stacks[place], carry, unrolled)
@@ -364,7 +366,7 @@ class DecoderNetwork(nnx.Module):
 
         x, y, state = carry
         y = y if unrolled else array_of(y, x.shape).astype(added)
-        together = self._together(segment, step.fused)
+        together = self._choose_unroll(segment, step.fused)
         x, y, state = scan_layers(
             segment.repeats, body, (x, y, state), (params,), unrolled, together
         )
@@ -383,7 +385,7 @@ class DecoderNetwork(nnx.Module):
                 mlp[name] = mlp[name].replace(empty if empty.ndim > 2 else empty[..., None])
         return graphdef, params, stacks
 
-    def _within_tables(
+    def _drop_overflowing_rows(
         self, state: DecodeState, batch: DecodeBatch
     ) -> tuple[DecodeBatch, Bool[Array, "B"] | None]:
         """Returns the batch without rows longer than their block tables, and which rows these are.
@@ -444,7 +446,7 @@ class DecoderNetwork(nnx.Module):
         many = MANY_REPEATS <= segment.repeats <= MOST_UNROLLED
         return one and by_kernels and (few or many)
 
-    def _together(self, segment: LayerSegment[Block], fused: bool) -> int:
+    def _choose_unroll(self, segment: LayerSegment[Block], fused: bool) -> int:
         """Returns the number of repeats per iteration of a step's loop.
 
         Steps on several GPUs with fused sums have several, and thus CUDA graphs of more layers:
@@ -472,10 +474,10 @@ class DecoderNetwork(nnx.Module):
         with jax.named_scope("embed"):
             if valid is not None:
                 tokens = jnp.where(valid, tokens, 0)
-            x = self._rows_of(tokens).astype(jnp.float32)
+            x = self._lookup_embedding(tokens).astype(jnp.float32)
             return x if valid is None else jnp.where(valid[..., None], x, 0)
 
-    def _rows_of(self, tokens: Array) -> Array:
+    def _lookup_embedding(self, tokens: Array) -> Array:
         """Returns rows of the embedding; if it is sharded, from the GPU that has them."""
         rows, parallel = self.embedding[...], self.spec.parallel
         if len(rows) == self.spec.vocab_size:

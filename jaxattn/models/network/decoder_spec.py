@@ -153,7 +153,7 @@ class DecoderSpec:
         if any(block.norms_after for block in self.blocks):
             return False
         fits = stream.dtype == "bfloat16" and supports_all_reduce(stream.hidden_size, parallel.gpus)
-        divided = parallel.data == 1 < parallel.tensor or self.tokens_meet
+        divided = parallel.data == 1 < parallel.tensor or self.gathers_tokens
         return bool(self.summed_tokens) and divided and fits
 
     @property
@@ -172,7 +172,7 @@ class DecoderSpec:
         return found.pop() if alike and 1 < self.parallel.context == self.parallel.gpus else None
 
     @property
-    def tokens_meet(self) -> bool:
+    def gathers_tokens(self) -> bool:
         """Whether all GPUs have their own tokens, which are gathered at experts."""
         parallel = self.parallel
         return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus

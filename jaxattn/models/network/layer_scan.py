@@ -78,7 +78,7 @@ def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
     }
 
 
-def leave_in_stacks(
+def attach_weight_stacks(
     pattern: nnx.Module,
     stacks: dict[Any, Array],
     following: Array,

@@ -78,7 +78,7 @@ class ResidualCollectives:
     def part(self, y: Array, fused: bool) -> Array:
         """Returns one GPU's addend for all tokens, with zeros for other GPUs' own tokens."""
         parallel = self.spec.parallel
-        if not (fused and self.spec.tokens_meet):
+        if not (fused and self.spec.gathers_tokens):
             return y
         whole = jnp.zeros((parallel.gpus * len(y), *y.shape[1:]), y.dtype)
         first = jnp.asarray(rank(parallel, "data"), jnp.int32) * len(y)

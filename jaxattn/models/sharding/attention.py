@@ -15,15 +15,15 @@ from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     ShardedLayer,
     ShardingError,
-    divided_layer,
     divides,
     refuse,
+    shard_layer,
 )
 from jaxattn.parallel import Parallel
 
 
-@divided_layer.register
-def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[MLA]:
+@shard_layer.register
+def shard_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[MLA]:
     """Divides MLA by heads; the projections to latents are whole on every GPU."""
     heads, ways = mixer.num_heads, parallel.tensor
     if heads % ways:
@@ -47,8 +47,8 @@ def divided_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[
     )
 
 
-@divided_layer.register
-def divided_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQA]:
+@shard_layer.register
+def shard_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQA]:
     """Divides grouped-query attention by heads."""
     heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     ways, kv_ways = parallel.tensor, parallel.size("heads")

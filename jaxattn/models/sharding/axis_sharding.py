@@ -105,7 +105,7 @@ def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
     return x
 
 
-def own_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) -> tuple[int, ...]:
+def compute_local_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) -> tuple[int, ...]:
     """Returns the shape of each GPU's share of a whole parameter; it is the same on every GPU."""
     sizes = list(shape)
     for cut in cuts:
@@ -200,7 +200,7 @@ def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> Shar
 
 
 @functools.singledispatch
-def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[Any]:
+def shard_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[Any]:
     """Returns a mixer or a feed-forward as it is on one GPU, with the shardings of its parameters.
 
     Raises:
@@ -208,5 +208,5 @@ def divided_layer(layer: Any, stream: Any, parallel: Parallel) -> ShardedLayer[A
     """
     raise ShardingError(
         f"there is no sharding rule for {type(layer).__name__}; register one with "
-        "jaxattn.models.sharding.axis_sharding.divided_layer"
+        "jaxattn.models.sharding.axis_sharding.shard_layer"
     )

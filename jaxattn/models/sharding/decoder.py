@@ -24,13 +24,13 @@ from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     Cuts,
     ShardingError,
-    divided_layer,
+    compute_local_shape,
     joined,
     of_fp8,
     of_tiles,
     own,
-    own_shape,
     partition_spec,
+    shard_layer,
 )
 from jaxattn.models.weight_map.quantized_linears import four_bit_form, linear_of
 from jaxattn.parallel import DeviceGroup, Parallel
@@ -44,21 +44,23 @@ class ShardedDecoder(DecoderModel):
     the mesh of a `DeviceGroup`, and return the logits of one part of the vocabulary.
 
     Attributes:
-        undivided: The model that the GPUs divide.
+        unsharded: The model that the GPUs divide.
     """
 
-    undivided: DecoderModel = dataclasses.field(kw_only=True)
+    unsharded: DecoderModel = dataclasses.field(kw_only=True)
 
     @property
     def whole(self) -> DecoderModel:
-        return self.undivided
+        return self.unsharded
 
     def param_shapes(self) -> nnx.State:
         """Returns the whole model's shapes, divided, so that all layouts share its trace."""
 
         def share(path: Any, leaf: Any) -> Any:
             cuts = self.cuts_of(key_of(path))
-            return jax.ShapeDtypeStruct(own_shape(leaf.shape, cuts, self.parallel), leaf.dtype)
+            return jax.ShapeDtypeStruct(
+                compute_local_shape(leaf.shape, cuts, self.parallel), leaf.dtype
+            )
 
         return jax.tree.map_with_path(share, self.whole.param_shapes())
 
@@ -79,14 +81,14 @@ class ShardedDecoder(DecoderModel):
     def place_params(self, params: Any, group: DeviceGroup) -> Any:
         placed = []
         for device in group.local_devices:
-            own = self.own_params(params, group.number(device))
+            own = self.slice_local_params(params, group.number(device))
             placed.append(jax.tree.map(lambda x, device=device: jax.device_put(x, device), own))
         return group.join(placed, self.param_specs())
 
     def joined_param(self, path: Any, leaf: jax.Array) -> jax.Array:
         return joined(leaf, self.cuts_of(key_of(path)), self.parallel)
 
-    def own_params(self, params: nnx.State, gpu: int) -> nnx.State:
+    def slice_local_params(self, params: nnx.State, gpu: int) -> nnx.State:
         """Returns GPU `gpu`'s share of the whole model's parameters, on their current device."""
 
         def share(path: Any, leaf: Any) -> Any:
@@ -115,20 +117,20 @@ def divided(model: Model, parallel: Parallel) -> Model:
             "GPU"
         )
     spec = model.spec
-    blocks = {block: _divided_block(block, spec, parallel) for block in dict.fromkeys(spec.blocks)}
+    blocks = {block: _shard_block(block, spec, parallel) for block in dict.fromkeys(spec.blocks)}
     local = dataclasses.replace(
         spec, blocks=tuple(blocks[block] for block in spec.blocks), parallel=parallel
     )
-    made = ShardedDecoder(local, model.tokens, undivided=model)
+    made = ShardedDecoder(local, model.tokens, unsharded=model)
     for key, leaf in nnx.to_flat_state(model.param_shapes()):
         if key[-1] == "scale" or leaf.dtype == jnp.uint8:
             made.cuts_of(key)  # rejects cuts within FP8 blocks or 4-bit tiles
     return made
 
 
-def _divided_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block:
-    mixer = divided_layer(block.mixer, spec.stream, parallel)
-    feed_forward = divided_layer(block.feed_forward, spec.stream, parallel)
+def _shard_block(block: Block, spec: DecoderSpec, parallel: Parallel) -> Block:
+    mixer = shard_layer(block.mixer, spec.stream, parallel)
+    feed_forward = shard_layer(block.feed_forward, spec.stream, parallel)
     return dataclasses.replace(block, mixer=mixer.layer, feed_forward=feed_forward.layer)
 
 
@@ -144,7 +146,7 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
         case ("segments", int(number), "layers", int(place), ("mixer" | "mlp") as part, *names):
             block = spec.segments[number].pattern[place]
             layer = block.mixer if part == "mixer" else block.feed_forward
-            cuts = divided_layer(layer, spec.stream, parallel).cuts
+            cuts = shard_layer(layer, spec.stream, parallel).cuts
             path = ".".join(str(name) for name in names if name not in ("weight", "scale"))
             found = cuts.get(path, WHOLE)
             if linear_of(spec, key) is None:

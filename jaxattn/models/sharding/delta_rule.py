@@ -11,15 +11,15 @@ from jaxattn.models.blocks.mixer import Stream
 from jaxattn.models.sharding.axis_sharding import (
     AxisSharding,
     ShardedLayer,
-    divided_layer,
     divides,
     refuse,
+    shard_layer,
 )
 from jaxattn.parallel import Parallel
 
 
-@divided_layer.register
-def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[GDN]:
+@shard_layer.register
+def shard_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[GDN]:
     """Divides a gated delta net by heads; a GPU's columns q | k | v | z are q | k | v | z again."""
     ways = parallel.tensor
     if mixer.num_v_heads % ways:
@@ -47,8 +47,8 @@ def divided_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[
     )
 
 
-@divided_layer.register
-def divided_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> ShardedLayer[KDA]:
+@shard_layer.register
+def shard_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> ShardedLayer[KDA]:
     """Divides Kimi Delta Attention by heads; the narrow side of its low-rank gates stays whole."""
     ways, heads = parallel.tensor, mixer.num_heads
     if heads % ways:

@@ -15,14 +15,14 @@ from jaxattn.models.sharding.axis_sharding import (
     Cuts,
     ShardedLayer,
     ShardingError,
-    divided_layer,
     refuse,
+    shard_layer,
 )
 from jaxattn.parallel import Dimension, Parallel
 
 
-@divided_layer.register
-def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[MLP]:
+@shard_layer.register
+def shard_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[MLP]:
     """Divides a gated MLP: columns of the first two products, rows of the last."""
     size, ways = layer.intermediate_size, parallel.tensor
     if size % ways:
@@ -31,8 +31,8 @@ def divided_mlp(layer: MLP, stream: Stream, parallel: Parallel) -> ShardedLayer[
     return ShardedLayer(local, _cuts_of_mlp(size, "tensor"))
 
 
-@divided_layer.register
-def divided_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[MoE]:
+@shard_layer.register
+def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[MoE]:
     """Divides a mixture of experts; the router is whole on every GPU, so that all choose alike."""
     experts, size = layer.router.experts, layer.expert_size
     groups, columns = parallel.size("expert"), parallel.size("columns")

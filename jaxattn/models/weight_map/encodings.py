@@ -232,7 +232,7 @@ class Int4GroupEncoding(Int4Encoding):
         self, parts: Sequence[Array]
     ) -> tuple[Int[Array, "n rows columns"], Array, Array | None]:
         words, scales, *zeros = parts
-        return _nibbles(words, 2), scales, _nibbles(zeros[0], 1) if zeros else None
+        return _unpack_int4(words, 2), scales, _unpack_int4(zeros[0], 1) if zeros else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +313,7 @@ class FourBitEncoding(WeightEncoding):
         return four_bit_tiles.pack(codes, scales, zeros, self.form)
 
 
-def _nibbles(words: Int[Array, "n a b"], axis: int) -> Int[Array, "n c d"]:
+def _unpack_int4(words: Int[Array, "n a b"], axis: int) -> Int[Array, "n c d"]:
     """Returns the eight numbers of each word, one after another along an axis."""
     places = jnp.arange(0, 32, 4, dtype=jnp.int32)
     numbers = jnp.expand_dims(words, axis + 1) >> places.reshape(-1, *(1,) * (2 - axis)) & 15

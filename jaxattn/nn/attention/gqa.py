@@ -72,7 +72,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     def _attend_whole(
         self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
-        q, k, v, gate = self._turned(*self._projected(x, positions), positions)
+        q, k, v, gate = self._apply_rope(*self._projected(x, positions), positions)
         out, _ = gqa.gqa_attention(q, k, v, gate=gate, **packed, **self._masking)
         return self._project_out(out)
 
@@ -112,7 +112,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         """
         arguments = self._check_tokens(f"{type(self).__name__}.prefill", x, "B T hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
-        block_tables, seq_lens, query_lens = self._as_given(
+        block_tables, seq_lens, query_lens = self._check_tables(
             arguments, x, block_tables, seq_lens, query_lens
         )
         rows = block_tables, seq_lens, query_lens
@@ -137,8 +137,8 @@ class GroupedQueryAttention(GroupedQueryProjections):
         """
         block_tables, seq_lens, query_lens = rows
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(projected[0].shape[1])
-        dtype, scale = self._dtype_beside(kv_cache), self._scale
-        q, k, v, gate = self._turned(*projected, jnp.maximum(positions, 0), dtype=dtype)
+        dtype, scale = self._query_dtype(kv_cache), self._scale
+        q, k, v, gate = self._apply_rope(*projected, jnp.maximum(positions, 0), dtype=dtype)
         written = written_places(parallel, block_tables)
         kv_cache = gqa.gqa_cache_write(
             kv_cache,
@@ -217,7 +217,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
                 parts[1], kv_cache, layer=layer, implementation=implementation, **rows
             )
         y = self._project_out(lines.join(out, others))
-        return self._marked(y, lines, kv_cache, written, rows), kv_cache, *rest
+        return self._mask_overflow(y, lines, kv_cache, written, rows), kv_cache, *rest
 
     def decode(
         self,
@@ -266,7 +266,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         """
         arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         self._check_cache(arguments, kv_cache, block_tables, seq_lens, layer)
-        block_tables, seq_lens, query_lens = self._as_given(
+        block_tables, seq_lens, query_lens = self._check_tables(
             arguments, x, block_tables, seq_lens, query_lens, optional=True
         )
         out, kv_cache, *rest = self._attend_rows(
@@ -316,7 +316,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
             rotation=rotation,
             config=self.rope,
             eps=self.eps,
-            dtype=self._dtype_beside(kv_cache),
+            dtype=self._query_dtype(kv_cache),
             query_lens=query_lens,
             kv_scale=self._scale,
             layer=layer,
@@ -351,7 +351,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
             out, rest, sent = spread.attend(heads, attend)
         return out, kv_cache, rest[0] if rest else None, *sent
 
-    def _dtype_beside(self, kv_cache: Array) -> Any:
+    def _query_dtype(self, kv_cache: Array) -> Any:
         """The dtype of queries: the cache's, or the compute dtype for an FP8 cache."""
         return self.dtype if self.scaled_cache else kv_cache.dtype
 
@@ -390,7 +390,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(out)
-        return nan_beyond_table(y, seq_lens, self._most(kv_cache, block_tables), query_lens)
+        return nan_beyond_table(y, seq_lens, self._max_tokens(kv_cache, block_tables), query_lens)
 
-    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+    def _max_tokens(self, kv_cache: Array, block_tables: Any) -> int:
         return int(block_tables.shape[1] * kv_cache.shape[-3])

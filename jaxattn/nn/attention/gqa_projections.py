@@ -184,7 +184,7 @@ class GroupedQueryProjections(PagedAttention):
         scale = jax.lax.rsqrt(total / self.parallel.tensor + norm.eps)
         return x.astype(jnp.float32) * scale * norm.weight[...].astype(jnp.float32)
 
-    def _turned(
+    def _apply_rope(
         self,
         q: Array,
         k: Array,
@@ -201,10 +201,10 @@ class GroupedQueryProjections(PagedAttention):
         with jax.named_scope("gqa_norm_and_rope"):
             if self.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
-            q, k = self._rotated(q, positions), self._rotated(k, positions)
+            q, k = self._apply_partial_rope(q, positions), self._apply_partial_rope(k, positions)
         return q.astype(dtype), k.astype(dtype), v.astype(dtype), gate
 
-    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
+    def _apply_partial_rope(self, x: Array, positions: Array | Rotation) -> Array:
         """Rotates the first `rope.dim` dims."""
         turned = rope(x[..., : self.rope.dim], positions, self.rope)
         return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)

@@ -125,7 +125,7 @@ class MultiHeadLatentAttention(LatentProjections):
         """
         arguments = self._check_tokens("MultiHeadLatentAttention.prefill", x, "B T hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
-        block_tables, seq_lens, query_lens = self._as_given(
+        block_tables, seq_lens, query_lens = self._check_tables(
             arguments, x, block_tables, seq_lens, query_lens
         )
         rows = block_tables, seq_lens, query_lens
@@ -159,7 +159,7 @@ class MultiHeadLatentAttention(LatentProjections):
         """
         block_tables, seq_lens, query_lens = rows
         latent = self._latents_of(latents, positions)
-        latent = latent.astype(self._dtype_beside(kv_cache))
+        latent = latent.astype(self._query_dtype(kv_cache))
         written = written_places(parallel, block_tables)
         kv_cache = mla.mla_cache_write(
             kv_cache,
@@ -193,7 +193,7 @@ class MultiHeadLatentAttention(LatentProjections):
         block_tables, seq_lens, query_lens = rows
         read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
-            jnp.concatenate(self._turned(q, positions), axis=-1),
+            jnp.concatenate(self._apply_rope(q, positions), axis=-1),
             latent,
             self.w_uk[...].astype(self.dtype),
             self.w_uv[...].astype(self.dtype),
@@ -309,7 +309,7 @@ class MultiHeadLatentAttention(LatentProjections):
         """The projection of the heads' outputs in `mixed`, for the lines and for the other rows."""
         values = None if values is None else values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
-        return self._marked(y, lines, tokens.kv_cache, tokens.written, rows)
+        return self._mask_overflow(y, lines, tokens.kv_cache, tokens.written, rows)
 
     def decode(
         self,
@@ -395,7 +395,7 @@ class MultiHeadLatentAttention(LatentProjections):
         """
         arguments = self._check_tokens(f"{type(self).__name__}.decode", x, "B S hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
-        rows = self._as_given(arguments, x, block_tables, seq_lens, query_lens, optional=True)
+        rows = self._check_tables(arguments, x, block_tables, seq_lens, query_lens, optional=True)
         block_tables, seq_lens, query_lens = rows
         q, latents = self._down(x)
         rotation = self._rotation_of(seq_lens, rotation, x.shape[1], query_lens)
@@ -468,7 +468,7 @@ class MultiHeadLatentAttention(LatentProjections):
         # its own. The heads of several GPUs must be contiguous.
         fills = spread is None and q.shape[1] == 1 and self.kv_lora_rank % 128 == 0
         queries = self._latent_queries(q, rotation, -self.num_heads % 8 if fills else 0)
-        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
+        queries = [each.astype(self._query_dtype(kv_cache)) for each in queries]
 
         def attend(
             queries: Any, tables: Any, lens: Any, query_lens: Any = None, merge: Any = None
@@ -510,7 +510,7 @@ class MultiHeadLatentAttention(LatentProjections):
             )
         return values
 
-    def _dtype_beside(self, kv_cache: Array) -> jnp.dtype:
+    def _query_dtype(self, kv_cache: Array) -> jnp.dtype:
         """The dtype of queries and latents: the cache's if it holds plain latents, else `dtype`."""
         return kv_cache.dtype if str(kv_cache.dtype) in FLOATS else self.dtype
 
@@ -525,7 +525,7 @@ class MultiHeadLatentAttention(LatentProjections):
     ) -> Float[Array, "B T hidden"]:
         """The projection of the heads; NaN for the new tokens of a traced row beyond its table."""
         y = self._project_out(x, out)
-        return nan_beyond_table(y, seq_lens, self._most(kv_cache, block_tables), query_lens)
+        return nan_beyond_table(y, seq_lens, self._max_tokens(kv_cache, block_tables), query_lens)
 
-    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+    def _max_tokens(self, kv_cache: Array, block_tables: Any) -> int:
         return int(block_tables.shape[1] * kv_cache.shape[-2])

@@ -107,7 +107,7 @@ class LatentProjections(PagedAttention):
 
     def _queries(self, x: Array, positions: Array | Rotation) -> tuple[Array, Array]:
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
-        return self._turned(self._heads(x, None), positions)
+        return self._apply_rope(self._heads(x, None), positions)
 
     def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
         """The heads' queries before rotation, [B, T, H, nope + P].
@@ -123,7 +123,7 @@ class LatentProjections(PagedAttention):
                 q = self.q_b_proj(given)
             return q.reshape(*x.shape[:2], self.num_heads, -1)
 
-    def _turned(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
+    def _apply_rope(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
         """The two parts of the heads' queries, the second rotated, in the compute dtype."""
         with jax.named_scope("mla_q_proj"):
             q_nope, q_pe = jnp.split(q, [self.qk_nope_head_dim], axis=-1)
@@ -155,7 +155,7 @@ class LatentProjections(PagedAttention):
         both = self._absorbed(q, self.w_uk_in_stack, (rotation, self.rope), spare_heads)
         if both is not None:
             return [both]
-        q_nope, q_pe = self._turned(q, rotation)
+        q_nope, q_pe = self._apply_rope(q, rotation)
         return [mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe]
 
     def _absorbed(

@@ -54,9 +54,9 @@ class PagedAttention(nnx.Module):
             TypeError, ValueError: an argument has a wrong dtype or shape, or a wrong concrete
                 value; the message names the argument.
         """
-        return self._whole(x, segment_ids, cu_seqlens, positions)
+        return self._forward(x, segment_ids, cu_seqlens, positions)
 
-    def _whole(
+    def _forward(
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **more: Any
     ) -> Float[Array, "B T hidden"]:
         """Implements `__call__`; `more` are further arguments of a subclass's `_attend_whole`."""
@@ -110,11 +110,11 @@ class PagedAttention(nnx.Module):
         first = (seq_lens - (q_len if query_lens is None else query_lens))[:, None]
         return jnp.maximum(first + jnp.arange(q_len), 0)
 
-    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+    def _max_tokens(self, kv_cache: Array, block_tables: Any) -> int:
         """The number of tokens that a row's block table has room for."""
         raise NotImplementedError
 
-    def _marked(
+    def _mask_overflow(
         self,
         y: Float[Array, "1 N hidden"],
         lines: PromptLines,
@@ -128,13 +128,13 @@ class PagedAttention(nnx.Module):
             block_tables: block tables of the lines.
             rows: the keywords of `decode` for the rows after the lines.
         """
-        most = self._most(kv_cache, block_tables)
+        most = self._max_tokens(kv_cache, block_tables)
         beyond = beyond_table(lines.tokens, lines.seq_lens, most, lines.query_lens)
         if beyond is None:  # then the rows' lengths are concrete or bounded too
             return y
         others = None
         if rows is not None:
-            most = self._most(kv_cache, rows["block_tables"])
+            most = self._max_tokens(kv_cache, rows["block_tables"])
             others = beyond_table(1, rows["seq_lens"], most, None)
             if others is None:
                 others = jnp.zeros((y.shape[1] - beyond.size, 1), bool)
@@ -148,7 +148,7 @@ class PagedAttention(nnx.Module):
         arguments.check_shape("x", x, axes)
         return arguments
 
-    def _as_given(
+    def _check_tables(
         self,
         arguments: OpArguments,
         x: Any,

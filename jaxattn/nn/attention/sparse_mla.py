@@ -100,7 +100,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             indices: positions in the row that each token attends to (`choose`). A layer without an
                 indexer needs `indices`; a layer with an indexer computes them.
         """
-        return self._whole(x, segment_ids, cu_seqlens, positions, indices=indices)
+        return self._forward(x, segment_ids, cu_seqlens, positions, indices=indices)
 
     def choose(
         self,
@@ -153,7 +153,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         compressed = self.q_a_norm(self.q_a_proj(x)).astype(self.dtype)
         if indices is None:
             indices = self._choose_whole(x, compressed, positions, bounds)
-        q_nope, q_pe = self._turned(self._heads(x, compressed), positions)
+        q_nope, q_pe = self._apply_rope(self._heads(x, compressed), positions)
         queries = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe
         there = jnp.arange(x.shape[1]) < bounds.lengths[:, None]
         tables, lens = self._as_pages(x)
@@ -195,7 +195,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         """
         arguments = self._check_tokens(f"{type(self).__name__}.prefill", x, "B T hidden")
         arguments.check_paged(kv_cache, block_tables, seq_lens, layer)
-        block_tables, seq_lens, query_lens = self._as_given(
+        block_tables, seq_lens, query_lens = self._check_tables(
             arguments, x, block_tables, seq_lens, query_lens
         )
         rows = jnp.asarray(query_lens), jnp.asarray(seq_lens)
@@ -265,11 +265,11 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             picked = chosen(IndexPages(keys, scale), one, where, self.top_k, read_layer, chunked)
         if picked is None:
             raise self._missing_choice()
-        q_nope, q_pe = self._turned(of_lines_q, tokens.positions)
+        q_nope, q_pe = self._apply_rope(of_lines_q, tokens.positions)
         queries = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe
         latents, where, read_layer = read(kv_cache)
         out, *_ = self._attend_chosen(
-            [each.astype(self._dtype_beside(kv_cache)) for each in queries],
+            [each.astype(self._query_dtype(kv_cache)) for each in queries],
             latents, where, picked, layer=read_layer, kv_scale=kv_scale, implementation=chunked,
         )  # fmt: skip
         out, values, rest = self._values_of(out), None, [None]
@@ -386,7 +386,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         if indices is None:
             raise self._missing_choice()
         queries = self._latent_queries(q, rotation)
-        queries = [each.astype(self._dtype_beside(kv_cache)) for each in queries]
+        queries = [each.astype(self._query_dtype(kv_cache)) for each in queries]
         own = indices if spread is None else spread.own_positions(indices)
 
         def attend(queries: Any, tables: Any, lens: Any, query_lens: Any = None) -> Any:

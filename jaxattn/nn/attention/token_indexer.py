@@ -110,10 +110,10 @@ class TokenIndexer(nnx.Module):
         """The outputs of `__call__` after rotation, in the compute dtype."""
         q, keys, weights = projected
         with jax.named_scope("mla_indexer_proj"):
-            q, keys = (self._rotated(x, positions).astype(self.dtype) for x in (q, keys))
+            q, keys = (self._apply_partial_rope(x, positions).astype(self.dtype) for x in (q, keys))
             return IndexQueries(q, weights, keys)
 
-    def _rotated(self, x: Array, positions: Array | Rotation) -> Array:
+    def _apply_partial_rope(self, x: Array, positions: Array | Rotation) -> Array:
         first, rest = jnp.split(x, [self.rope.dim], axis=-1)
         return jnp.concatenate([rope(first, positions, self.rope), rest], axis=-1)
 

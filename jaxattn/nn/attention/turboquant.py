@@ -126,5 +126,5 @@ class TurboQuantAttention(GroupedQueryAttention):
         )
         return out, kv_cache, rest[0] if rest else None
 
-    def _most(self, kv_cache: Array, block_tables: Any) -> int:
+    def _max_tokens(self, kv_cache: Array, block_tables: Any) -> int:
         return int(block_tables.shape[1] * self.form.page_size(kv_cache))

@@ -40,7 +40,7 @@ SAVED_NAME = "delta_out"
 class DeltaProjections(NamedTuple):
     """The projections of a layer's input. Dc is the number of channels of its convolution."""
 
-    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; see `_made` for what follows
+    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; see `_split` for what follows
     decays: Float[Array, "B T _"]  # the input of the layer's gates
     beta: Float[Array, "B T Hv"]  # before the sigmoid
     gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
@@ -70,7 +70,7 @@ class DeltaLayer(nnx.Module):
 
     @property
     @abc.abstractmethod
-    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+    def _slot_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of a slot in each pool, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
@@ -82,7 +82,7 @@ class DeltaLayer(nnx.Module):
         return self._projected(x), {}
 
     @abc.abstractmethod
-    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
         """Splits the projections into their parts.
 
         Args:
@@ -140,7 +140,7 @@ class DeltaLayer(nnx.Module):
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, spoiled = bounds.isolated(x, self.dtype)
         # One cast of x, so that the gradients of its products are summed in this dtype.
-        made = self._made(self._projected(x.astype(self.dtype)), packed=False)
+        made = self._split(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(made)
         q, k, v, gate = self._convolved(made.mixed, bounds)
         gate = made.gate if gate is None else gate
@@ -208,14 +208,14 @@ class DeltaLayer(nnx.Module):
         pools, lens = (conv_state, ssm_state), (seq_lens, query_lens)
         chunk = self._check_chunk(op, x, pools, state_indices, lens, layer)
         projected = self._projected(x)
-        y, conv_state, ssm_state = self._recur(
+        y, conv_state, ssm_state = self._run_chunk(
             projected, chunk, conv_state, ssm_state, implementation
         )
         out = self._project_out(y)
         # A padding token's gate is undefined.
         return jnp.where(chunk.valid[..., None], out, 0), conv_state, ssm_state
 
-    def _recur(
+    def _run_chunk(
         self,
         projected: tuple[Array, ...],
         chunk: "DeltaChunk",
@@ -224,7 +224,7 @@ class DeltaLayer(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
         """(the input of out_proj, the pools) for a chunk, after its projections."""
-        made = self._made(projected)
+        made = self._split(projected)
         mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         y, ssm_state = type(self).prefill_rule(
@@ -275,7 +275,7 @@ class DeltaLayer(nnx.Module):
         chosen = implementation if implementation == "xla" else None
         # The recurrence runs over the whole list, although the end belongs to none of its rows:
         # cutting the end off would copy the rest.
-        y, conv_state, ssm_state = self._recur(projected, chunk, conv_state, ssm_state, chosen)
+        y, conv_state, ssm_state = self._run_chunk(projected, chunk, conv_state, ssm_state, chosen)
         y, rest = y.reshape(*y.shape[:2], -1), [None]
         if rows is not None:
             # A barrier, as in attention: the prompts read the pools before the rows write to them.
@@ -362,7 +362,7 @@ class DeltaLayer(nnx.Module):
         """
         self._check_tokens(op, x)
         slots, seq_lens, query_lens = map(keep_concrete, (slots, *lens))
-        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        check_pools(op, x, *pools, slots, layer, **self._slot_shapes)
         check_lengths(op, x, slots, seq_lens, query_lens)
         return DeltaChunk.of(x.shape[1], slots, seq_lens, query_lens, layer)
 
@@ -376,7 +376,7 @@ class DeltaLayer(nnx.Module):
         if x.shape[1] == 0:
             raise ValueError(f"{op}: x must have at least one token per row, got {tuple(x.shape)}")
         slots = keep_concrete(slots)
-        check_pools(op, x, *pools, slots, layer, **self._of_slot)
+        check_pools(op, x, *pools, slots, layer, **self._slot_shapes)
         return slots
 
 

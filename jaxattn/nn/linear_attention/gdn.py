@@ -140,7 +140,7 @@ class GatedDeltaNet(DeltaLayer):
         with jax.named_scope("gdn_in_proj"):
             return linears(x, self.in_proj_qkvz, self.in_proj_ba)
 
-    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
         qkvz, ba = projected
         b, a = jnp.split(ba[..., : 2 * self.num_v_heads], 2, axis=-1)
         mixed = qkvz[..., : self.conv_dim] if packed else qkvz
@@ -157,7 +157,7 @@ class GatedDeltaNet(DeltaLayer):
         return q.reshape(keys), k.reshape(keys), v.reshape(values)
 
     @property
-    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+    def _slot_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             "conv_shape": (self.conv_width - 1, self.conv_dim),
             "state_shape": (self.num_v_heads, self.head_v_dim, self.head_k_dim),

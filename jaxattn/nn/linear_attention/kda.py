@@ -137,7 +137,7 @@ class KimiDeltaAttention(DeltaLayer):
                 f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
-    def _made(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
         del packed  # each projection is a separate array
         return DeltaProjections(*projected)
 
@@ -157,7 +157,7 @@ class KimiDeltaAttention(DeltaLayer):
         return q.reshape(heads), k.reshape(heads), v.reshape(heads)
 
     @property
-    def _of_slot(self) -> dict[str, tuple[int, ...]]:
+    def _slot_shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             "conv_shape": (self.conv_width - 1, self.conv_dim),
             "state_shape": (self.num_heads, self.head_dim, self.head_dim),

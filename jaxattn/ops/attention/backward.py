@@ -56,7 +56,7 @@ class CausalScoring:
     soft_cap: float | None = None
     whole: bool
 
-    def first_seen(self, first: jax.Array | None, tokens: int) -> jax.Array | None:
+    def first_visible(self, first: jax.Array | None, tokens: int) -> jax.Array | None:
         """Returns the first key that each token sees, with the window applied, [B, T] or [1, T]."""
         if self.window is None:
             return first
@@ -125,7 +125,7 @@ def _backward(
         d_sinks = -(weight * delta).sum(axis=(0, 1))
     grads = attention_backward(
         kept(q), kept(k), kept(v), d_out, lse, delta, lengths,
-        scale=scores.scale, soft_cap=scores.soft_cap, first=scores.first_seen(first, q.shape[1]),
+        scale=scores.scale, soft_cap=scores.soft_cap, first=scores.first_visible(first, q.shape[1]),
         k_rest=None if k_rest is None else kept(k_rest), interpret=interpret,
     )  # fmt: skip
     d_rest = None if k_rest is None else grads.dk_rest.astype(k_rest.dtype)  # type: ignore[union-attr]

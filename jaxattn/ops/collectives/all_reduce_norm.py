@@ -59,7 +59,9 @@ def all_reduce_norm_layer(
         TypeError, ValueError: An argument has a wrong dtype or shape; the message names it.
         Refusal: The requested implementation does not support this call; the message says why.
     """
-    return _met("sum", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+    return _all_reduce_norm(
+        "sum", x, part, weights, mailbox, axes, layer, eps, dtype, implementation
+    )
 
 
 def norm_gather_layer(
@@ -83,7 +85,9 @@ def norm_gather_layer(
 
     Other arguments, limits and errors are those of `all_reduce_norm_layer`.
     """
-    return _met("norm", x, added, weights, mailbox, axes, layer, eps, dtype, implementation)
+    return _all_reduce_norm(
+        "norm", x, added, weights, mailbox, axes, layer, eps, dtype, implementation
+    )
 
 
 def own_sum_norm_layer(
@@ -107,10 +111,12 @@ def own_sum_norm_layer(
 
     Other arguments, limits and errors are those of `all_reduce_norm_layer`.
     """
-    return _met("own", x, part, weights, mailbox, axes, layer, eps, dtype, implementation)
+    return _all_reduce_norm(
+        "own", x, part, weights, mailbox, axes, layer, eps, dtype, implementation
+    )
 
 
-def _met(
+def _all_reduce_norm(
     meeting: Meeting,
     x: Array,
     part: Array,

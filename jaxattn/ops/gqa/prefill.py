@@ -369,7 +369,7 @@ def _add_new(
 
     def step(state: OnlineSoftmax, block: tuple[jax.Array, ...]) -> tuple[OnlineSoftmax, None]:
         start = block[-1]
-        seen = (start <= first) & (start + size > scores.first_seen(first))
+        seen = (start <= first) & (start + size > scores.first_visible(first))
         return lax.cond(seen, add, lambda state, _: state, state, block), None
 
     return lax.scan(step, state, keys)[0]

@@ -65,7 +65,7 @@ class AttentionScoring:
         seen = key <= query
         return seen if self.window is None else seen & (key > query - self.window)
 
-    def first_seen(self, query: Int[Array, "*q"]) -> Int[Array, "*q"]:
+    def first_visible(self, query: Int[Array, "*q"]) -> Int[Array, "*q"]:
         """Returns the first position that the token at `query` sees."""
         if self.window is None:
             return jnp.zeros_like(query)
@@ -140,4 +140,4 @@ def window_begins(
     """Returns where each row begins to read its cached tokens, or None if all rows begin at 0."""
     if scores.window is None:
         return None
-    return jnp.minimum(scores.first_seen(jnp.maximum(first_query, 0)), lengths)
+    return jnp.minimum(scores.first_visible(jnp.maximum(first_query, 0)), lengths)

@@ -153,7 +153,7 @@ def mla_cache_write(
     )
     format, kv_scale = _written_format(arguments, kv_cache, latent, kv_scale)
     if rotation is not None or config is not None:
-        latent = _rotated(arguments.op, latent, rotation, config, format)
+        latent = _apply_rope(arguments.op, latent, rotation, config, format)
     query_lens = arguments.check_new(given, seq_lens, "latent", latent, kv_cache.shape[-2])
     refuse_explicit_axes(arguments.op, kv_cache, latent, block_tables, seq_lens, query_lens)
     return _write(
@@ -161,7 +161,7 @@ def mla_cache_write(
     )
 
 
-def _rotated(
+def _apply_rope(
     op: str,
     latent: jax.Array,
     rotation: Rotation | None,

@@ -56,7 +56,7 @@ def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax
 
     stack, at = (kv_cache[None], 0) if layer is None else (kv_cache, layer)
     at = jnp.asarray(at, jnp.int32).reshape(1)
-    queries, common, lacks = _half(q), None, None
+    queries, common, lacks = _saturate_to_f16(q), None, None
     if form.rotated:  # keys of other formats are exact in float16
         common = _common(form, stack, block_tables, lengths, begins, at, interpret=interpret)
         each = jnp.repeat(common, q.shape[2] // kv_heads, axis=1)[:, None]  # [B, 1, H, D]
@@ -65,10 +65,10 @@ def turbo_prefill_mosaic(call: TurboDecodeCall, *, interpret: bool) -> tuple[jax
     def tokens(pages: jax.Array) -> jax.Array:
         """Converts pages [B, n, Hk, bytes] to keys and values [B, n C, 2, Hk, D]."""
         codes = page_codes(form, pages)
-        keys, values = plain_keys(form, codes, _turned), dequantize(form, codes)[1]
+        keys, values = plain_keys(form, codes, _apply_butterflies), dequantize(form, codes)[1]
         if common is not None:
             keys -= common[:, None, :, None]
-        halves = [_half(x) for x in (keys, values)]
+        halves = [_saturate_to_f16(x) for x in (keys, values)]
         both = jnp.stack(halves, axis=3)  # [B, n, Hk, 2, C, D]
         return both.transpose(0, 1, 4, 3, 2, 5).reshape(batch, -1, 2, kv_heads, form.head_dim)
 
@@ -128,13 +128,13 @@ def _common(
     )  # fmt: skip
 
 
-def _turned(x: jax.Array) -> jax.Array:
+def _apply_butterflies(x: jax.Array) -> jax.Array:
     """Computes the `butterfly` of levels exact in bfloat16 as one product, exact in float32."""
     signs = jnp.asarray(np.sign(hadamard(x.shape[-1])), jnp.bfloat16)
     return jnp.dot(x.astype(jnp.bfloat16), signs, preferred_element_type=jnp.float32)
 
 
-def _half(x: jax.Array) -> jax.Array:
+def _saturate_to_f16(x: jax.Array) -> jax.Array:
     """Casts to float16; finite numbers beyond its range saturate."""
     return jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16)).astype(HALF)
 

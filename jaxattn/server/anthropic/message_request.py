@@ -47,7 +47,7 @@ def as_chat(fields: JsonFields) -> JsonFields:
     chat["max_completion_tokens"] = fields.integer("max_tokens", 1, MOST_ID)
     chat["stop"] = fields.values.get("stop_sequences")
     chat |= _output(fields)
-    thinks = _thinks(fields)
+    thinks = _wants_reasoning(fields)
     chat["chat_template_kwargs"] = {
         "enable_thinking": thinks,
         "thinking": thinks,
@@ -56,7 +56,7 @@ def as_chat(fields: JsonFields) -> JsonFields:
     return JsonFields(chat)
 
 
-def _thinks(fields: JsonFields) -> bool:
+def _wants_reasoning(fields: JsonFields) -> bool:
     """Whether the model should reason, if its template has this option. By default it does not, as
     clients without the field take the first block for the answer's text."""
     kinds = ("enabled", "adaptive", "between_tools", "disabled")

@@ -62,19 +62,19 @@ class TaggedMessageParser:
         # Within content, text that does not match is certain: no call begins in it.
         self._uncertain = re.compile(f"[{re.escape(''.join(first))}]|\\s\\Z" if first else "$^")
         self._fresh = True  # this state has seen only white space
-        self._state: Callable[[list[MessageEvent]], bool] = self._opening
+        self._state: Callable[[list[MessageEvent]], bool] = self._parse_start
         self._opened = opened
         if opened:
-            self._state = self._thinking
+            self._state = self._parse_reasoning
 
     def feed(self, text: str) -> list[MessageEvent]:
         cursor, reading = self._cursor, self._reading
         if reading is not None:
             found: list[MessageEvent] = []
-            more = cursor.feed(text) and self._calling(reading, found)
+            more = cursor.feed(text) and self._parse_call(reading, found)
             return self._events(found) if more else found
         if not self._fresh and not cursor.text and text:
-            if self._state == self._saying:
+            if self._state == self._parse_content:
                 if not self._uncertain.search(text):
                     return [ContentDelta(text)]
             elif self._end.first not in text and not text[-1].isspace():
@@ -93,21 +93,21 @@ class TaggedMessageParser:
 
     # Each state consumes text, adds events, and returns whether to call the next state at once.
 
-    def _opening(self, found: list[MessageEvent]) -> bool:
+    def _parse_start(self, found: list[MessageEvent]) -> bool:
         """The state before the first character, which decides whether reasoning begins."""
         cursor = self._cursor
         text = cursor.text.lstrip()
         if text.startswith(self._begin):
             cursor.text = text[len(self._begin) :]
             cursor.commit()
-            self._state = self._thinking
+            self._state = self._parse_reasoning
             return True
         if self._begin.startswith(text) and not cursor.ended:
             return False
-        self._state = self._saying
+        self._state = self._parse_content
         return True
 
-    def _thinking(self, found: list[MessageEvent]) -> bool:
+    def _parse_reasoning(self, found: list[MessageEvent]) -> bool:
         cursor = self._cursor
         if self._fresh:
             cursor.text = cursor.text.lstrip()
@@ -118,17 +118,17 @@ class TaggedMessageParser:
                 return False
             self._fresh = not cursor.text
         if match := self._end.pattern.search(cursor.text):
-            _say(found, ReasoningDelta(cursor.take(match.start()).rstrip()))
+            _emit(found, ReasoningDelta(cursor.take(match.start()).rstrip()))
             cursor.take(len(match[0]))
             self._state, self._fresh = self._after_thoughts, True
             cursor.commit()
             return True
         if cursor.ended:
-            _say(found, ReasoningDelta(cursor.take(len(cursor.text)).rstrip()))
+            _emit(found, ReasoningDelta(cursor.take(len(cursor.text)).rstrip()))
             return False
         certain = len(cursor.text) - self._end.begun(cursor.text)
         certain = len(cursor.text[:certain].rstrip())
-        _say(found, ReasoningDelta(cursor.take(certain)))
+        _emit(found, ReasoningDelta(cursor.take(certain)))
         cursor.commit()
         return False
 
@@ -138,14 +138,14 @@ class TaggedMessageParser:
         cursor.commit()
         if not cursor.text:
             return False
-        self._state = self._saying
+        self._state = self._parse_content
         return True
 
-    def _saying(self, found: list[MessageEvent]) -> bool:
+    def _parse_content(self, found: list[MessageEvent]) -> bool:
         """The state of content, which stops at the possible beginning of a call."""
         cursor = self._cursor
         if self._reading is not None:
-            return self._calling(self._reading, found)
+            return self._parse_call(self._reading, found)
         cursor.commit()
         text = cursor.text
         if self._fresh and self._starts and (bare := text.lstrip()):
@@ -156,23 +156,23 @@ class TaggedMessageParser:
             if self._starts.begun(bare) == len(bare) and not cursor.ended:
                 return False
         if self._marks and (match := self._marks.pattern.search(text)):
-            self._say(found, cursor.take(len(text[: match.start()].rstrip())))
+            self._emit(found, cursor.take(len(text[: match.start()].rstrip())))
             cursor.commit()
             cursor.take(match.start() - len(text) + len(cursor.text))
             self._reading = self._format.read(cursor, self._tools)
             return True
         if cursor.ended or self._marks is None:
             if text.strip() or not self._calls:
-                self._say(found, text)
+                self._emit(found, text)
             cursor.take(len(text))
             cursor.commit()
             return False
         certain = len(text) - self._marks.begun(text)
-        self._say(found, cursor.take(len(text[:certain].rstrip())))
+        self._emit(found, cursor.take(len(text[:certain].rstrip())))
         cursor.commit()
         return False
 
-    def _calling(self, reading: Reading, found: list[MessageEvent]) -> bool:
+    def _parse_call(self, reading: Reading, found: list[MessageEvent]) -> bool:
         """The state within a call. Text that turns out not to be a call is content."""
         cursor = self._cursor
         try:
@@ -184,7 +184,7 @@ class TaggedMessageParser:
             self._reading = None
             cursor.rewind()
             self._failures += cursor.ended
-            self._say(found, cursor.take(self._mark_length(cursor.text)))
+            self._emit(found, cursor.take(self._mark_length(cursor.text)))
             cursor.commit()
             if self._failures > MOST_FAILURES:
                 self._marks = self._starts = None
@@ -212,13 +212,13 @@ class TaggedMessageParser:
         self._calls.append(ToolCall(index, id, draft.name, draft.arguments))
         return self._calls[-1]
 
-    def _say(self, found: list[MessageEvent], text: str) -> None:
+    def _emit(self, found: list[MessageEvent], text: str) -> None:
         if text:
             self._fresh = self._fresh and not text.strip()
-            _say(found, ContentDelta(text))
+            _emit(found, ContentDelta(text))
 
 
-def _say(found: list[MessageEvent], event: ReasoningDelta | ContentDelta) -> None:
+def _emit(found: list[MessageEvent], event: ReasoningDelta | ContentDelta) -> None:
     """Adds an event, or extends the last one if it is of the same kind."""
     if not event.text:
         return

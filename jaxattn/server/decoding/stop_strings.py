@@ -28,7 +28,7 @@ class StopStrings:
             at, stop = found
             self._held = ""
             return held[: at + len(stop) if self._included else at], stop
-        kept = max(map(_begun, [held] * len(self._stops), self._stops))
+        kept = max(map(_find_partial_stop, [held] * len(self._stops), self._stops))
         self._held = held[len(held) - kept :]
         return held[: len(held) - kept], None
 
@@ -52,7 +52,7 @@ class StopText:
         return self._stops.push(self._stream.push(token))[1] is not None
 
 
-def _begun(text: str, stop: str) -> int:
+def _find_partial_stop(text: str, stop: str) -> int:
     """Returns the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

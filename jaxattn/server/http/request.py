@@ -98,7 +98,7 @@ class HttpRequest:
             ClientClosed: If the client disconnected.
         """
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(self._gone())
+        gone = asyncio.ensure_future(self._wait_for_disconnect())
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() or self.complete:
@@ -109,7 +109,7 @@ class HttpRequest:
                 each.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
 
-    async def _gone(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 

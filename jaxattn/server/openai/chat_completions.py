@@ -218,7 +218,7 @@ class ChatResponseBuilder(ResponseBuilder):
         parts.add(parser.finish())
         message: dict[str, Any] = {"role": "assistant", "content": parts.content}
         if parts.reasoning and self._reasoning:
-            message |= _thoughts(parts.reasoning)
+            message |= _reasoning_fields(parts.reasoning)
         if parts.calls:
             message["content"] = parts.content or None
             message["tool_calls"] = [call.json for call in parts.calls]
@@ -253,12 +253,12 @@ class ChatResponseBuilder(ResponseBuilder):
                 case ContentDelta():
                     delta["content"] = (delta.get("content") or "") + event.text
                 case ReasoningDelta() if self._reasoning:
-                    delta |= _thoughts(delta.get("reasoning", "") + event.text)
+                    delta |= _reasoning_fields(delta.get("reasoning", "") + event.text)
                 case ToolCall():
                     self._called.add(number)
                     calls = delta.setdefault("tool_calls", [])
                     calls.append({"index": event.index, **event.json})
-        if not (delta or piece.finish or self.told_of(piece)):
+        if not (delta or piece.finish or self.needs_chunk(piece)):
             return None
         return {
             "index": number,
@@ -271,7 +271,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return None if self._most is None else chat_logprobs(chances, self._spell)
 
 
-def _thoughts(text: str) -> dict[str, str]:
+def _reasoning_fields(text: str) -> dict[str, str]:
     """Returns the reasoning under the names of DeepSeek's API and of OpenRouter's."""
     return {"reasoning_content": text, "reasoning": text}
 

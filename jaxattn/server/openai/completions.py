@@ -190,7 +190,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
         if piece.text and not begins and piece.finish is None and self._most is None:
             return piece.text
-        if piece.text or begins or piece.finish or self.told_of(piece):
+        if piece.text or begins or piece.finish or self.needs_chunk(piece):
             return self._choice(piece.choice, piece, begins=begins)
         return None
 

@@ -139,7 +139,7 @@ class ResponseBuilder(AnswerForm):
     def whole(self, collector: OutputCollector) -> dict[str, Any]:
         texts = sorted(self._texts.items())
         choices = [
-            self._told(self.whole_choice(n, text), text.ids, collector.requests[n].prompt)
+            self._add_token_ids(self.whole_choice(n, text), text.ids, collector.requests[n].prompt)
             for n, text in texts
         ]
         return self._with(self.whole_object, choices) | {"usage": self._usage(collector)}
@@ -164,7 +164,7 @@ class ResponseBuilder(AnswerForm):
         elif self._streaming.usage:
             more = {"usage": None}
         prompt = collector.requests[number].prompt if begins else None
-        told = self._told(choice, piece.ids, prompt)
+        told = self._add_token_ids(choice, piece.ids, prompt)
         return data_events([self._with(self.chunk_object, [told]) | more])
 
     def _frame(self, number: int) -> tuple[bytes, bytes]:
@@ -184,11 +184,11 @@ class ResponseBuilder(AnswerForm):
         last = self._with(self.chunk_object, []) | {"usage": self._usage(collector)}
         return data_events([last]) + DONE
 
-    def told_of(self, piece: OutputChunk) -> bool:
+    def needs_chunk(self, piece: OutputChunk) -> bool:
         """Whether a piece without text still needs a chunk, for log-probabilities or token ids."""
         return bool(piece.chances or (self._token_ids and piece.ids))
 
-    def _told(
+    def _add_token_ids(
         self, choice: dict[str, Any], ids: Sequence[int], prompt: Sequence[int] | None
     ) -> dict[str, Any]:
         """Adds the token ids of the choice and of a prompt, if they were requested."""

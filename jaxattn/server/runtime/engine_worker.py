@@ -203,7 +203,7 @@ class EngineWorker:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def stuck_for(self) -> float:
+    def get_step_seconds(self) -> float:
         """Returns the seconds that the current step has taken; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.perf_counter() - began

@@ -17,18 +17,18 @@ class Watchdog:
     """A thread that monitors the device thread.
 
     Args:
-        stuck_for: Returns the seconds that the current step has taken.
+        get_step_seconds: Returns the seconds that the current step has taken.
         most: The maximum seconds of a step.
         end: Called when a step exceeds `most`; by default, it dumps all stacks and exits.
     """
 
     def __init__(
         self,
-        stuck_for: Callable[[], float],
+        get_step_seconds: Callable[[], float],
         most: float,
         end: Callable[[], None] | None = None,
     ):
-        self._stuck_for, self._most = stuck_for, most
+        self._get_step_seconds, self._most = get_step_seconds, most
         self._end = end or self._end_process
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -42,7 +42,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self._most / 4)):
-            if self._stuck_for() > self._most:
+            if self._get_step_seconds() > self._most:
                 self._end()
                 return
 

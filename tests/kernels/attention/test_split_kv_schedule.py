@@ -14,9 +14,9 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     MERGE_COST,
     MIN_PART,
     ROW_COST,
+    compute_max_pieces,
     make_schedule,
     may_split,
-    most_pieces,
 )
 from jaxattn.kernels.mla.decode.decode_schedule import decode_schedule
 
@@ -136,7 +136,7 @@ def test_padding_rows_do_not_move_the_cuts(lens, data):
 @given(sizes)
 def test_equal_pieces_do_not_depend_on_the_other_rows(size):
     lens, parts, max_pages = size
-    most = most_pieces(len(lens), parts)
+    most = compute_max_pieces(len(lens), parts)
     held, schedule = pieces(lens, parts, max_pages, most)
     expected = []
     for row, n in enumerate(lens):
@@ -164,7 +164,7 @@ def test_equal_pieces_do_not_depend_on_the_other_rows(size):
 @pytest.mark.parametrize("rows, pages", [(1, 1024), (16, 128), (40, 64), (8, 48)])
 @pytest.mark.parametrize("wider", [1, 16])
 def test_equal_pieces_keep_every_part_busy_however_wide_the_table(rows, pages, wider):
-    most = most_pieces(rows, 66)
+    most = compute_max_pieces(rows, 66)
     held, schedule = pieces([pages * 64] * rows, 66, wider * pages, most)
     assert sum(map(bool, held)) == rows * max(1, int(schedule.slots[1, 0])) >= 40
 

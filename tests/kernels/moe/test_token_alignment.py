@@ -14,7 +14,13 @@ from jaxattn.kernels.moe.routing.large_batch_alignment import permute_tokens
 from jaxattn.kernels.moe.routing.medium_batch_alignment import align_and_sort_tokens
 from jaxattn.kernels.moe.routing.small_batch_alignment import align_small_batch
 from jaxattn.kernels.moe.routing.token_alignment import EXPERT, FROM, GROUPS, TO, align_tokens
-from jaxattn.kernels.moe.tile_config import choose, most_tiles, padded_rows, stages_of, token_tile
+from jaxattn.kernels.moe.tile_config import (
+    choose,
+    compute_max_tiles,
+    padded_rows,
+    stages_of,
+    token_tile,
+)
 from tests.helpers.at_once import at_once
 from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import both_devices, no_races, slow
@@ -236,7 +242,7 @@ def test_the_bounds_hold_for_the_worst_choice():
     for tokens, experts, top_k, columns in [(9, 4, 2, 8), (64, 3, 3, 16), (50, 64, 8, 32)]:
         for seed in range(5):
             check(drawn(tokens, experts, top_k, seed=seed), experts, columns)
-        assert most_tiles(tokens, top_k, experts, columns) >= min(experts, tokens * top_k)
+        assert compute_max_tiles(tokens, top_k, experts, columns) >= min(experts, tokens * top_k)
 
 
 SHAPES = {

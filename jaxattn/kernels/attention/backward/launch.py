@@ -119,11 +119,11 @@ def attention_backward(
         name="attention_backward",
         grid={"block": blocks},
         inputs={
-            "q": _whole(q),
-            "k": _whole(k),
-            "k_rest": None if k_rest is None else _whole(k_rest),
-            "v": _whole(v),
-            "grads": _whole(grads),
+            "q": _pad_tokens(q),
+            "k": _pad_tokens(k),
+            "k_rest": None if k_rest is None else _pad_tokens(k_rest),
+            "v": _pad_tokens(v),
+            "grads": _pad_tokens(grads),
             "stats": stats,
             "ranges": ranges.tiles,
             "first": ranges.first,
@@ -158,6 +158,6 @@ def _resident_blocks() -> int:
     return min(NUM_SMS, getattr(jax.devices()[0], "core_count", NUM_SMS))
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _pad_tokens(x: jax.Array) -> jax.Array:
     """Pads with zeros to a multiple of 8 tokens: a copy, unless T is already a multiple."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

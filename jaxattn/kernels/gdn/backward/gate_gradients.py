@@ -38,13 +38,13 @@ def gate_gradients(
     parts = parts.sum(axis=2)
     of_sum, of_write, of_decay, of_beta = (parts[:, :, row] for row in range(PARTS))
     of_last = of_write.sum(axis=-1) + vectors[:, :, DECAY, 0] * of_decay.sum(axis=-1)
-    of_g = summed("nhi,ij->nhj", of_sum, _behind()) + of_last[..., None]
+    of_g = summed("nhi,ij->nhj", of_sum, _make_suffix_mask()) + of_last[..., None]
     of_g, of_beta = (x.swapaxes(1, 2).reshape(g.shape) for x in (of_g, of_beta))
     # For a decay of 0 only the sums' rounding would be left, and its gradient is 0.
     return jnp.where(g * LOG2E > LOWEST_LOG2_DECAY, of_g, 0.0), of_beta
 
 
-def two_terms(g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def split_bf16(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns log2 decays as two bfloat16 terms: the rounded value and the remainder."""
     decays = jnp.maximum(g * LOG2E, LOWEST_LOG2_DECAY)
     # XLA may drop a conversion to bfloat16 and back.
@@ -52,7 +52,7 @@ def two_terms(g: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rounded.astype(jnp.bfloat16), (decays - rounded).astype(jnp.bfloat16)
 
 
-def _behind() -> jax.Array:
+def _make_suffix_mask() -> jax.Array:
     """The sums [64, 64] that contain a gate: those of its own token and of later ones."""
     token = jnp.arange(CHUNK)
     return (token[:, None] >= token).astype(jnp.float32)

@@ -268,7 +268,7 @@ class InputGradientCta:
         last = refs.first_read.at[lax.rem(steps, jnp.int32(SLOTS))]
         pl.when(steps >= SLOTS)(lambda: plgpu.barrier_wait(last))
 
-    def _meet(self) -> None:
+    def _sync_warpgroups(self) -> None:
         """Synchronizes both warpgroups: each sees what the other has written, and both have
         finished their reads."""
         plgpu.commit_smem()
@@ -287,7 +287,7 @@ class InputGradientCta:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.when(step > 0)(lambda: release(refs.first_read.at[1 - slot], interpret=self.interpret))
         head.solve(w)
-        self._meet()
+        self._sync_warpgroups()
         plgpu.barrier_wait(refs.rest)
         y, of_beta = head.of_values(w)
         if self.wg == 0:
@@ -295,9 +295,9 @@ class InputGradientCta:
         else:
             of_beta = of_beta - head.scores_of_keys()
         head.parts[OF_BETA, :] = of_beta
-        self._meet()
+        self._sync_warpgroups()
         total = head.keys(total)
-        self._meet()
+        self._sync_warpgroups()
         self._write_values(y, *self._head(step))
         return total, anew ^ lax.shift_right_logical(step, jnp.int32(30))
 
@@ -315,7 +315,7 @@ class InputGradientCta:
         refs, wg, (chunk, key_head) = self.refs, self.wg, self._place(i)
         slot = lax.rem((i + 1) * self.group - 1, jnp.int32(SLOTS))
         if self.l2norm:
-            gradients = self._of_lengths(slot, total)
+            gradients = self._l2norm_backward(slot, total)
         else:
             gradients = total.q, total.k
             release(refs.keys_read, interpret=self.interpret)
@@ -326,14 +326,14 @@ class InputGradientCta:
         for smem, ref in zip(staged, (refs.dq_ref, refs.dk_ref), strict=True):
             plgpu.copy_smem_to_gmem(smem, ref.at[chunk, :, key_head, pl.ds(wg * 64, 64)])
 
-    def _of_lengths(self, slot: jax.Array, total: KeyGradients) -> tuple[jax.Array, ...]:
+    def _l2norm_backward(self, slot: jax.Array, total: KeyGradients) -> tuple[jax.Array, ...]:
         """Converts gradients of unit vectors, times the inverse lengths, to those of q and k:
         subtracts their components along q and k."""
         refs, wg = self.refs, self.wg
         rows = [tile(ref.at[0, wg]) for ref in (refs.q_smem, refs.k_smem)]
         products = refs.products_smem.at[wg]
         products[0, :], products[1, :] = total.along_q, total.along_k
-        self._meet()
+        self._sync_warpgroups()
         release(refs.keys_read, interpret=self.interpret)
 
         def across(i: int, log: int, scale: float) -> jax.Array:

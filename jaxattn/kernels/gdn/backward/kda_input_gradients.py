@@ -177,17 +177,17 @@ class ChannelGradientCta:
         pl.when(wg == 0)(self._copy)
         plgpu.barrier_wait(refs.first)
         values = self._values()
-        self._meet()
+        self._sync_warpgroups()
         plgpu.barrier_wait(refs.rest)
         if self.l2norm:
-            self._normalise()
+            self._l2_normalize()
         y = tile(refs.y_smem.at[wg])
         dbeta = (y * values).sum(axis=1)
         sums = self._with_states()
-        self._meet()  # the states' buffers are free
+        self._sync_warpgroups()  # the states' buffers are free
         pl.when(wg == 0)(self._scores_of_queries)
         pl.when(wg == 1)(self._scores_of_keys)
-        self._meet()
+        self._sync_warpgroups()
         sums = self._diagonal(*sums)
         of_q, of_row, of_column = lax.fori_loop(0, LEVELS, self._level, sums)
         self._write(dbeta, y, of_q, of_row, of_column)
@@ -210,36 +210,36 @@ class ChannelGradientCta:
         for term in range(2):
             copy_rows(refs.g_ref[term].at[chunk, :, head], refs.g_smem.at[term], refs.rest)
 
-    def _meet(self) -> None:
+    def _sync_warpgroups(self) -> None:
         """Synchronizes both warpgroups: each sees what the other has written, and both have
         finished their reads."""
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.refs.met)
         plgpu.barrier_wait(self.refs.met)
 
-    def _across(self, *rows: jax.Array) -> list[jax.Array]:
+    def _sum_warpgroups(self, *rows: jax.Array) -> list[jax.Array]:
         """Returns sums [64] over both warpgroups' rows."""
         products = self.refs.products_smem
         for i, of_half in enumerate(rows):
             products[self.wg, i, :] = of_half
-        self._meet()
+        self._sync_warpgroups()
         halves = [[vector(products.at[wg, i], BY_ROW) for wg in range(2)] for i in range(len(rows))]
         return [left + right for left, right in halves]
 
-    def _normalise(self) -> None:
+    def _l2_normalize(self) -> None:
         """Makes unit vectors of q and k, and stores their inverse lengths after the products."""
         places = [ref.at[self.wg] for ref in (self.refs.q_smem, self.refs.k_smem)]
         rows = [tile(place) for place in places]
-        squares = self._across(*((x * x).sum(axis=1) for x in rows))
+        squares = self._sum_warpgroups(*((x * x).sum(axis=1) for x in rows))
         for i, (place, x, square) in enumerate(zip(places, rows, squares, strict=True)):
             inverse = lax.rsqrt(square + 1e-6)
             self.refs.products_smem[self.wg, 2 + i, :] = inverse
             place[...] = (over_rows(inverse) * x).astype(self.dtype)
         plgpu.commit_smem()
 
-    def _of_lengths(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    def _l2norm_backward(self, *pairs: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         """Converts gradients of unit vectors, in pairs with these vectors, to those of q and k."""
-        along = self._across(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
+        along = self._sum_warpgroups(*((unit * of_unit).sum(axis=1) for unit, of_unit in pairs))
         inverse = [vector(self.refs.products_smem.at[self.wg, 2 + i], BY_ROW) for i in range(2)]
         return [
             over_rows(length) * (of_unit - over_rows(part) * unit)
@@ -257,11 +257,11 @@ class ChannelGradientCta:
 
         return with_accumulators(product, 1, interpret=self.interpret)
 
-    def _chosen(self, which: jax.Array) -> jax.Array:
+    def _make_mask_operand(self, which: jax.Array) -> jax.Array:
         """Returns 1 where `which` holds, else 0, as an operand."""
-        return self._held(jnp.where(which, 1.0, 0.0).astype(self.dtype))
+        return self._prevent_constant_folding(jnp.where(which, 1.0, 0.0).astype(self.dtype))
 
-    def _held(self, operand: jax.Array) -> jax.Array:
+    def _prevent_constant_folding(self, operand: jax.Array) -> jax.Array:
         """Returns an operand, a part of which the compiler would otherwise know to be constant."""
         return operand if self.zero is None else without_constants(operand, TILE, self.zero)
 
@@ -270,10 +270,10 @@ class ChannelGradientCta:
         terms = self.refs.g_smem
         return jnp.exp2(self._product(*((ones, terms.at[term, self.wg]) for term in range(2))))
 
-    def _summed(self, which: jax.Array, x: jax.Array) -> jax.Array:
+    def _sum_masked_tokens(self, which: jax.Array, x: jax.Array) -> jax.Array:
         """Returns for each token the sum of x over the tokens `which`, with x again in two
         terms."""
-        scratch, ones = self.refs.read_smem.at[self.wg], self._chosen(which)
+        scratch, ones = self.refs.read_smem.at[self.wg], self._make_mask_operand(which)
         rounded = x.astype(self.dtype)
         scratch[...] = rounded
         plgpu.commit_smem()
@@ -311,7 +311,7 @@ class ChannelGradientCta:
             return self._product(*pairs)
 
         written = with_state(refs.v_smem, refs.dstate_smem)
-        written = written * self._decays(self._chosen(self.column > self.row))
+        written = written * self._decays(self._make_mask_operand(self.column > self.row))
         # The gradient of the last token's sum collects all of these, and that of the decay of the
         # state before the chunk.
         decay = over_columns(vector(refs.vectors_smem.at[wg], BY_COLUMN))
@@ -319,9 +319,9 @@ class ChannelGradientCta:
         for rows in (pl.ds(0, CHUNK), pl.ds(CHUNK, CHUNK)):
             states = tile(refs.state_smem.at[wg, rows]) * tile(refs.dstate_smem.at[wg, rows])
             total = total + decay * states
-        total = self._summed(self.row == CHUNK - 1, total)
+        total = self._sum_masked_tokens(self.row == CHUNK - 1, total)
         store(self._of_gates(), total, interpret=self.interpret)
-        read = self._decays(self._chosen(self.column <= self.row))
+        read = self._decays(self._make_mask_operand(self.column <= self.row))
         of_q = self.scale * read * with_state(refs.do_smem, refs.state_smem)
         of_row = -read * with_state(refs.y_smem, refs.state_smem)
         return of_q, of_row, written
@@ -372,7 +372,7 @@ class ChannelGradientCta:
 
     def _masked(self, ref: Any, which: jax.Array) -> jax.Array:
         kept = jnp.where(which, plgpu.load(ref, layout=TILE), jnp.zeros((), self.dtype))
-        return self._held(kept)
+        return self._prevent_constant_folding(kept)
 
     def _level(self, level: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Adds products of tokens in halves of 2**level tokens."""
@@ -412,14 +412,14 @@ class ChannelGradientCta:
         of_last = plgpu.load(target, layout=TILE, optimized=False)
         # A gate is in the sums of its own token and of later ones.
         of_gates = queries * of_q + keys * (of_row - of_column) + of_last
-        of_gates = self._summed(self.column >= self.row, of_gates)
+        of_gates = self._sum_masked_tokens(self.column >= self.row, of_gates)
         # For a decay of 0 only the sums' rounding would be left, and its gradient is 0.
         log_decays = tile(refs.g_smem.at[0, wg]) + tile(refs.g_smem.at[1, wg])
         of_gates = jnp.where(log_decays > LOWEST_LOG2_DECAY, of_gates, 0.0)
         store(target, of_gates, interpret=self.interpret)
         of_k = of_row + of_column
         if self.l2norm:
-            of_q, of_k = self._of_lengths((queries, of_q), (keys, of_k))
+            of_q, of_k = self._l2norm_backward((queries, of_q), (keys, of_k))
         staged = (*self._times_decays(), refs.y_smem.at[wg])
         results = [
             (smem, ref.at[self.chunk, :, self.head, self.own], x)

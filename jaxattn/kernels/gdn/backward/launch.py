@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, two_terms
+from jaxattn.kernels.gdn.backward.gate_gradients import gate_gradients, split_bf16
 from jaxattn.kernels.gdn.backward.input_gradients import input_gradients
 from jaxattn.kernels.gdn.backward.kda_input_gradients import channel_gradients
 from jaxattn.kernels.gdn.backward.state_pass import state_pass
@@ -118,7 +118,7 @@ def kda_backward_mosaic(
         interpret=interpret,
     )  # fmt: skip
     assert states.others is not None
-    rounded, rest = (x.reshape(v.shape) for x in two_terms(g))
+    rounded, rest = (x.reshape(v.shape) for x in split_bf16(g))
     dq, dk, dv, of_g, of_beta = channel_gradients(
         q, k, of_chunks.k, (rounded, rest), v, do, of_chunks.x, vectors,
         states.others, dstates, y, scale=call.scale, l2norm=call.use_qk_l2norm, interpret=interpret,

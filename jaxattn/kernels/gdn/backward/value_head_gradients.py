@@ -200,7 +200,7 @@ class ValueHead:
             written_sum.add(h.transpose((1, 0)), keys)
             rows = tile(keys)
             self.parts[OF_WRITE, :] = (rows * outer).sum(axis=1)
-            self.parts[OF_DECAY, :] = self._of_decay()
+            self.parts[OF_DECAY, :] = self._compute_decay_gradient()
             self._release(refs.behind_read)
             sum_k = k_sum.read(pending=2)
             along_k = (rows * sum_k).sum(axis=1)
@@ -214,7 +214,7 @@ class ValueHead:
 
         return self._with(products, 6)
 
-    def _of_decay(self) -> jax.Array:
+    def _compute_decay_gradient(self) -> jax.Array:
         """Returns the row sums of S * dS, for the warpgroup's half of the rows."""
         states = [
             tile(self.state.at[half, self.own]) * tile(self.refs.dstate_smem.at[half, self.own])

@@ -217,7 +217,7 @@ class GdnDecodeCta:
         if op.conv:
             for window in windows[2:]:
                 self._keep_inputs(window)
-        self._walk(decays_and_betas)
+        self._loop_over_tiles(decays_and_betas)
         warpgroup_barrier(interpret=self.interpret)  # the output is there for every warp
         self._write(times)
         if self.all_read is not None:
@@ -257,7 +257,7 @@ class GdnDecodeCta:
     def _over_keys(self, vector: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(vector, (self.tile, DIM), [0])
 
-    def _walk(self, decays_and_betas: list[tuple[Any, Any]]) -> None:
+    def _loop_over_tiles(self, decays_and_betas: list[tuple[Any, Any]]) -> None:
         """Computes every token's update and output, tile by tile."""
         op, steps, stages = self.op, self.steps, self.stages
         qk = [self._q_and_k(token) for token in range(op.q_len)]

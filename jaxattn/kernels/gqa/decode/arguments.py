@@ -12,8 +12,8 @@ from jaxattn.kernels.attention.split_kv_schedule import Schedule
 from jaxattn.kernels.gqa.decode.smem import block_columns
 from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import (
     PairSchedule,
+    compute_max_steps,
     decode_schedule,
-    most_steps,
 )
 
 
@@ -114,7 +114,7 @@ class GqaDecodeCall:
             self.schedule.check(
                 self.op, batch=self.batch, q_len=self.q_len, num_kv_heads=self.kv_heads,
                 window=self.window,
-                steps=most_steps(self.max_pages, self.page_size, self.q_len, self.window),
+                steps=compute_max_steps(self.max_pages, self.page_size, self.q_len, self.window),
             )  # fmt: skip
 
     def scheduled(self, *, interpret: bool) -> Self:

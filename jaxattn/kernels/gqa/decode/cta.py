@@ -348,7 +348,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         seen = self.seen(piece, token)
         return seen, jnp.where(seen, scores, MASKED)
 
-    def all_seen(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
+    def all_visible(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
         """Whether each packed row sees all of the 64 keys from `token` on."""
         seen = token + PAGE <= piece.least
         if self.cut.window is not None:
@@ -372,15 +372,15 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         shape = (self.cut.columns, PAGE)
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=SCORES)
 
-    def no_top(self) -> jax.Array:
+    def init_max(self) -> jax.Array:
         """The maxima of logarithms before the first step."""
         return plgpu.layout_cast(jnp.full((self.cut.columns,), EMPTY, jnp.float32), BY_ROW)
 
-    def no_sum(self) -> jax.Array:
+    def init_sum(self) -> jax.Array:
         """The sums of weights before the first step."""
         return plgpu.layout_cast(jnp.zeros((self.cut.columns, PAGE), jnp.float32), SCORES)
 
-    def no_output(self, dims: int) -> jax.Array:
+    def init_output(self, dims: int) -> jax.Array:
         """A block of the output, with `dims` dims, before the first step."""
         nothing = jnp.zeros((dims, self.cut.columns), jnp.float32)
         return plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)

@@ -115,13 +115,13 @@ def order_of(head_dim: int) -> Callable[[Any], tuple[Any, Any]]:
     return dims
 
 
-def _wide(four: Any, half: int) -> Any:
+def _e4m3_to_f16x2(four: Any, half: int) -> Any:
     """Returns two e4m3 numbers, the lower or upper half of a word, as float16."""
     code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
     return asm_word(code + f"x{half}; }}", four, movable=True)
 
 
-def _turns(first: Any, second: Any, which: int) -> Any:
+def _select_bytes(first: Any, second: Any, which: int) -> Any:
     return asm_word(f"prmt.b32 $0, $1, $2, {which};", first, second, movable=True)
 
 
@@ -191,7 +191,7 @@ class GqaFp8Operands:
             for row in range(2):
                 words[row] += load(page, at, (row * self.blocks + block) * self.tile, 4)
         wide = [
-            _wide(words[row][step], half)
+            _e4m3_to_f16x2(words[row][step], half)
             for step in range(4 * count)
             for half in range(2)
             for row in range(2)
@@ -214,13 +214,18 @@ class GqaFp8Operands:
             fixed = (pair * self.blocks + block) * self.tile
             if wide_block:
                 two = [load(page, here, fixed, 1)[0] for here in at]
-                pairs.append([_turns(two[0], two[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
+                pairs.append(
+                    [_select_bytes(two[0], two[1], which) for which in (LOW_BYTES, HIGH_BYTES)]
+                )
             else:
                 short = ir.IntegerType.get_signless(16)
                 two = [arith.extui(word(0).type, *load(page, x, fixed, 1, of=short)) for x in at]
-                pairs.append([_turns(two[0], two[1], LOW_BYTES)])
+                pairs.append([_select_bytes(two[0], two[1], LOW_BYTES)])
         wide = [
-            _wide(pair[j], h) for j in range(self.width // 64) for pair in pairs for h in (0, 1)
+            _e4m3_to_f16x2(pair[j], h)
+            for j in range(self.width // 64)
+            for pair in pairs
+            for h in (0, 1)
         ]
         return _fragment(wide, shape)
 

@@ -108,8 +108,8 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         return copies
 
     def empty(self) -> Any:
-        nothing = self.no_output(self.products.rows)
-        return self.no_top(), self.no_sum(), (nothing,) * self.products.blocks
+        nothing = self.init_output(self.products.rows)
+        return self.init_max(), self.init_sum(), (nothing,) * self.products.blocks
 
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         top, total, accs = state
@@ -125,7 +125,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         plgpu.barrier_wait(memory.keys_loaded.at[self.wg, keys_at])
         keys = memory.keys.at[self.wg, keys_at]
         scores = self.products.scores(keys, memory.queries, piece.queries_at)
-        top, p, rescale = self._soften(scores, piece, token, top)
+        top, p, rescale = self._online_softmax(scores, piece, token, top)
         # All four warps have their scores, because they synchronized to exchange them.
         plgpu.barrier_arrive(memory.keys_read.at[self.wg, keys_at])
         total = total * self.over_keys(rescale) + p
@@ -140,7 +140,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
         plgpu.barrier_arrive(memory.values_read.at[self.wg, values_at])
         return top, total, accs
 
-    def _soften(
+    def _online_softmax(
         self, scores: jax.Array, piece: GqaDecodeTile, token: jax.Array, top: jax.Array
     ) -> Any:
         """Returns (maxima, P, rescaling) with a step's scores, whose first token is `token`."""

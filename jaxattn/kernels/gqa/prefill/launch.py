@@ -144,7 +144,7 @@ def gqa_prefill_mosaic(
         """Returns [B, T, H, ...] as [B, packed rows, heads that share nothing, ...], in whole tiles
         of 8. TMA steps in tiles, and reads zeros past the end of an array."""
         x = x.reshape(batch, tokens, heads // packed, packed, *x.shape[3:]).swapaxes(2, 3)
-        return _whole(x.reshape(batch, tokens * packed, heads // packed, *x.shape[4:]))
+        return _pad_tokens(x.reshape(batch, tokens * packed, heads // packed, *x.shape[4:]))
 
     def unpack(x: jax.Array) -> jax.Array:
         x = x[:, : tokens * packed].reshape(batch, tokens, packed, heads // packed, *x.shape[3:])
@@ -206,9 +206,9 @@ def gqa_prefill_mosaic(
         grid={"block": blocks},
         inputs={
             "q": pack(q),
-            "k": _whole(k),
-            "v": _whole(v),
-            "k_rest": None if k_rest is None else _whole(k_rest),
+            "k": _pad_tokens(k),
+            "v": _pad_tokens(v),
+            "k_rest": None if k_rest is None else _pad_tokens(k_rest),
             "cache": cache,
             "table": None if paged is None else paged.table,
             "layer": None if paged is None else paged.layer.astype(jnp.int32).reshape(1),
@@ -231,6 +231,6 @@ def gqa_prefill_mosaic(
     return unpack(results["out"]), unpack(results["lse"].swapaxes(1, 2))
 
 
-def _whole(x: jax.Array) -> jax.Array:
+def _pad_tokens(x: jax.Array) -> jax.Array:
     """Pads with zeros to a multiple of 8 tokens: a copy, unless T is already a multiple."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8)) + ((0, 0),) * (x.ndim - 2))

@@ -145,7 +145,7 @@ class GqaPrefillConsumer:
     def slot(self, number: jax.Array) -> jax.Array:
         return lax.rem(number, jnp.int32(self.config.stages))
 
-    def hand_on(self) -> None:
+    def signal_next_warpgroup(self) -> None:
         """Hands the tensor cores to the next warpgroup: the products that it issues run after this
         one's."""
         count = self.config.warpgroups
@@ -163,7 +163,7 @@ class GqaPrefillConsumer:
     def first_scores(self, number: jax.Array) -> jax.Array:
         def product(acc: Any) -> jax.Array:
             self.multiply_keys(acc, number)
-            self.hand_on()
+            self.signal_next_warpgroup()
             return plgpu.wgmma_accumulator_load(acc)
 
         return pl.run_scoped(product, plgpu.ACC((ROWS, self.config.keys), jnp.float32))
@@ -208,7 +208,7 @@ class GqaPrefillConsumer:
         scores, keys = self.scores.capped(scores, shift), self.config.keys
         if not seen:
             step = self.tiles.step(tile, i)
-            whole = self.tiles.all_seen(tile, step, self.first_row(tile), ROWS)
+            whole = self.tiles.all_visible(tile, step, self.first_row(tile), ROWS)
             mask = lambda s: jnp.where(self.seen(tile, step), s, -jnp.inf)  # noqa: E731
             scores = lax.cond(whole, lambda s: s, mask, scores)
         factor = self.scores.factor
@@ -224,7 +224,7 @@ class GqaPrefillConsumer:
         step, memory = self.tiles.step(tile, i), self.memory
         shape = (self.config.keys, CLEARED)
 
-        @pl.when(jnp.logical_not(self.tiles.all_there(tile, step)))
+        @pl.when(jnp.logical_not(self.tiles.all_keys_exist(tile, step)))
         def _() -> None:
             for part in range(self.head_dim // CLEARED):
 
@@ -276,7 +276,7 @@ class GqaPrefillConsumer:
             self.multiply_keys(scores_acc, number + 1)
             out_acc[...] = state.out
             plgpu.wgmma(out_acc, state.p, memory.values.at[self.slot(number)])
-            self.hand_on()
+            self.signal_next_warpgroup()
             scores = plgpu.wgmma_accumulator_load(scores_acc, wait_n=1)
             plgpu.barrier_arrive(memory.keys_read.at[self.slot(number + 1)])
             p, top, total, rescale = following(scores, total=state.total)
@@ -304,13 +304,13 @@ class GqaPrefillConsumer:
         plgpu.barrier_wait(memory.turn.at[self.wg])
         if self.interpret:
             out = self.with_values(state, done + i)
-            self.hand_on()
+            self.signal_next_warpgroup()
         else:
 
             def product(acc: Any) -> jax.Array:
                 acc[...] = state.out
                 plgpu.wgmma(acc, state.p, memory.values.at[slot])
-                self.hand_on()
+                self.signal_next_warpgroup()
                 return plgpu.wgmma_accumulator_load(acc)
 
             out = pl.run_scoped(product, plgpu.ACC((ROWS, self.head_dim), jnp.float32))
@@ -383,7 +383,7 @@ class GqaPrefillConsumer:
             )
             step = functools.partial(self.step, tile, done, shift)
             if self.tiles.window is None:
-                seen = self.tiles.seen_first(tile, self.first_row(tile))
+                seen = self.tiles.count_unmasked_steps(tile, self.first_row(tile))
                 first = jnp.clip(seen - 1, 0, tile.steps - 1)
                 state = lax.fori_loop(0, first, functools.partial(step, seen=True), state)
             state = lax.fori_loop(first, tile.steps - 1, step, state)

@@ -111,14 +111,14 @@ class GqaPrefillProducer:
         """Starts the copies of a step's keys or values; `number` counts the steps."""
         memory, keys = self.memory, self.config.keys
         slot = lax.rem(number, jnp.int32(self.config.stages))
-        pieces, all_there, read = (
+        pieces, all_keys_exist, read = (
             (memory.keys, memory.keys_loaded, memory.keys_read),
             ((memory.values,), memory.values_loaded, memory.values_read),
         )[kind]
         free = functools.partial(plgpu.barrier_wait, read.at[slot])
         pl.when(number >= self.config.stages)(free)
         whole, *others = (piece.at[slot] for piece in pieces)
-        there = all_there.at[slot]
+        there = all_keys_exist.at[slot]
         head = self.sources.kv_head(tile.head)
 
         def of_cache() -> None:

@@ -22,7 +22,7 @@ class GqaQueryTile(NamedTuple):
         prefix: Cached tokens of the row.
         low, high: Positions from `low` up to `high`, exclusive, contain all keys that any query
             sees; all keys between them exist.
-        seen_from: The position from which on all queries see every key that is not after them.
+        unmasked_from: The position from which on all queries see every key that is not after them.
         prefix_low, new_low: The first step of the prefix, and of the new tokens.
         prefix_steps, steps: Steps of the prefix, and of both together.
         bounds: The row's bounds.
@@ -34,7 +34,7 @@ class GqaQueryTile(NamedTuple):
     prefix: jax.Array
     low: jax.Array
     high: jax.Array
-    seen_from: jax.Array
+    unmasked_from: jax.Array
     prefix_low: jax.Array
     new_low: jax.Array
     prefix_steps: jax.Array
@@ -101,9 +101,9 @@ class GqaPrefillTileScheduler:
         token = self.token_of(start)
         last = jnp.minimum(self.token_of(start + (self.rows - 1)), queries - 1)
         # Among new tokens: the first key that any of the queries sees, and the end of these keys.
-        seen_from = first
+        unmasked_from = first
         if firsts_ref is not None:
-            seen_from = jnp.maximum(first, firsts_ref[row, start + (self.rows - 1)])
+            unmasked_from = jnp.maximum(first, firsts_ref[row, start + (self.rows - 1)])
             first = jnp.maximum(first, firsts_ref[row, start])
         begin = first
         if self.window is not None:
@@ -120,7 +120,7 @@ class GqaPrefillTileScheduler:
         prefix_steps = jnp.where(works & (low < prefix), prefix_steps, 0)
         steps = jnp.where(works, prefix_steps + new_steps, 0)
         return GqaQueryTile(
-            row, head, start, prefix, low, prefix + keys, seen_from, prefix_low, new_low,
+            row, head, start, prefix, low, prefix + keys, unmasked_from, prefix_low, new_low,
             prefix_steps, steps, bounds,
         )  # fmt: skip
 
@@ -132,24 +132,24 @@ class GqaPrefillTileScheduler:
         position = first + jnp.where(cached, 0, tile.prefix)
         return GqaKeyTile(cached, first, position, jnp.where(cached, tile.prefix, tile.high))
 
-    def all_there(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
+    def all_keys_exist(self, tile: GqaQueryTile, step: GqaKeyTile) -> jax.Array:
         """Whether all of the step's keys exist, so that none is memory that nobody owns."""
         return (step.position >= tile.low) & (step.position + self.keys <= step.high)
 
-    def all_seen(
+    def all_visible(
         self, tile: GqaQueryTile, step: GqaKeyTile, first_row: jax.Array, rows: int
     ) -> jax.Array:
         """Whether each of `rows` packed rows sees all of the step's keys."""
         ahead = tile.prefix + tile.bounds[OFFSET]
         end = jnp.minimum(step.high, ahead + self.token_of(first_row) + 1)
-        begin = tile.seen_from
+        begin = tile.unmasked_from
         if self.window is not None:
             last = ahead + self.token_of(first_row + (rows - 1))
             begin = jnp.maximum(begin, last - (self.window - 1))
         return (step.position >= begin) & (step.position + self.keys <= end)
 
-    def seen_first(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
-        """Returns how many steps, from the first on, satisfy `all_seen` for all packed rows from
+    def count_unmasked_steps(self, tile: GqaQueryTile, first_row: jax.Array) -> jax.Array:
+        """Returns how many steps, from the first on, satisfy `all_visible` for all packed rows from
         `first_row` on; there is no window."""
         _, _, prefix, _, offset = tile.bounds[:5]
         end = jnp.minimum(tile.high, prefix + offset + self.token_of(first_row) + 1)
@@ -157,4 +157,4 @@ class GqaPrefillTileScheduler:
         cached = jnp.clip(cached, 0, tile.prefix_steps)
         new = lax.div(jnp.maximum(end - prefix, 0), self.keys) - tile.new_low
         seen = jnp.where(cached == tile.prefix_steps, cached + jnp.maximum(new, 0), cached)
-        return jnp.where(self.step(tile, jnp.int32(0)).position >= tile.seen_from, seen, 0)
+        return jnp.where(self.step(tile, jnp.int32(0)).position >= tile.unmasked_from, seen, 0)

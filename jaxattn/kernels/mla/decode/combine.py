@@ -131,7 +131,7 @@ def _layout_of(dims: int) -> Any:
     return plgpu.Layout.WG_STRIDED((dims,), vec_size=dims // 128)
 
 
-def full_of(value: Any, dims: int = RANK) -> jax.Array:
+def broadcast_scalar(value: Any, dims: int = RANK) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(value, (dims,), []), _layout_of(dims))
 
 
@@ -146,11 +146,11 @@ def merge_into(state: Any, lses: list[jax.Array], pieces: list[jax.Array]) -> An
     top, total, out = state
     new_top, dims = functools.reduce(jnp.maximum, lses, top), len(out)
     rescale = weight_of(top, new_top)
-    total, out = total * rescale, out * full_of(rescale, dims)
+    total, out = total * rescale, out * broadcast_scalar(rescale, dims)
     for lse, piece in zip(lses, pieces, strict=True):
         weight = weight_of(lse, new_top)
         total += weight
-        out += full_of(weight, dims) * piece
+        out += broadcast_scalar(weight, dims) * piece
     return new_top, total, out
 
 
@@ -180,7 +180,11 @@ class CombineReduction:
         top = functools.reduce(jnp.maximum, [self.tops[i] for i in range(self.count)])
         weights = [weight_of(self.tops[i], top) for i in range(self.count)]
         total = sum(self.totals[i] * weight for i, weight in enumerate(weights))
-        return top, total, sum(full_of(weights[i], dims) * part for i, part in enumerate(every))
+        return (
+            top,
+            total,
+            sum(broadcast_scalar(weights[i], dims) * part for i, part in enumerate(every)),
+        )
 
 
 class MlaCombineCta:
@@ -254,7 +258,7 @@ class MlaCombineCta:
 
         steps = lax.div(number + sharers * ahead - 1, sharers * ahead)
         nothing = jnp.float32(0)
-        empty = (jnp.float32(-jnp.inf), nothing, full_of(nothing))
+        empty = (jnp.float32(-jnp.inf), nothing, broadcast_scalar(nothing))
         return lax.fori_loop(0, steps, add, [empty] * len(packed))
 
     def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
@@ -266,7 +270,7 @@ class MlaCombineCta:
                 highest = jnp.maximum(top, self.sinks[packed])
                 kept = weight_of(top, highest)
                 all_of_it = total * kept + weight_of(self.sinks[packed], highest)
-            written = out * full_of(jnp.where(empty, 0.0, kept / all_of_it))
+            written = out * broadcast_scalar(jnp.where(empty, 0.0, kept / all_of_it))
             at = self.first_rows[0] + self.row * self.rows + packed
             store(self.out.at[at], written.astype(self.out.dtype))
             lse = highest + jnp.log2(all_of_it) * (1 / LOG2E)

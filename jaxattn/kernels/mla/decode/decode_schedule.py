@@ -10,9 +10,9 @@ from jaxattn.core.validation.varying_axes import refuse_explicit_axes
 from jaxattn.kernels.attention.split_kv_schedule import (
     PAGE,
     Schedule,
+    compute_max_pieces,
     make_schedule,
     merge_cost,
-    most_pieces,
     num_parts,
     num_steps,
     row_cost,
@@ -69,7 +69,7 @@ def decode_schedule(
         max_pages=steps,
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
-        pieces=most_pieces(batch, parts) if batch_invariant else 0,
+        pieces=compute_max_pieces(batch, parts) if batch_invariant else 0,
         least=split_thresholds(batch, q_len, num_heads),
     )
     return dataclasses.replace(schedule, seq_lens=seq_lens)

@@ -35,7 +35,7 @@ from jaxattn.kernels.mla.decode.arguments import ContextParallelMerge, MlaDecode
 from jaxattn.kernels.mla.decode.combine import (
     CombineReduction,
     SplitRows,
-    full_of,
+    broadcast_scalar,
     merge_into,
     weight_of,
 )
@@ -207,4 +207,4 @@ class DistributedCombineCta:
 
 
 def _full(value: Any) -> jax.Array:
-    return full_of(value, peers.STATE_DIMS)
+    return broadcast_scalar(value, peers.STATE_DIMS)

@@ -82,7 +82,7 @@ class MlaDecodeOutputs:
         used = q_len * num_heads
         lse, partial_lse = written["lse_ref"], written.get("partial_lse_ref")
         if call.merge is not None:
-            return self._meet(call.merge, lse, partial_lse)
+            return self._merge_context_parallel(call.merge, lse, partial_lse)
         if partial_lse is not None:
             split = SplitRows(self.refs, self.first_rows, lse, partial_lse)
             lse = combine(call, split, sinks=self.sinks, interpret=interpret)
@@ -95,7 +95,7 @@ class MlaDecodeOutputs:
         lse = lse[:, :used].reshape(batch, q_len, num_heads)
         return (out, lse) if arena is None else (out, lse, arena)
 
-    def _meet(
+    def _merge_context_parallel(
         self, merge: ContextParallelMerge, lse: jax.Array, partial_lse: jax.Array | None
     ) -> tuple[jax.Array, Arena | None, SymmetricBuffer]:
         call = self.call

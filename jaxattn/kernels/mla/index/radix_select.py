@@ -124,31 +124,31 @@ class RadixSelect:
     def run(self) -> None:
         self._share()
         self._clear()
-        self._meet()
-        first, wanted, _ = self._digit(0, None, word(self.top_k))
+        self._sync_cta()
+        first, wanted, _ = self._select_digit(0, None, word(self.top_k))
         prefix = arith.subi(first, word(BINS // 2))
-        second, wanted, count = self._digit(1, prefix, wanted)
+        second, wanted, count = self._select_digit(1, prefix, wanted)
         prefix = arith.ori(arith.shli(prefix, word(12)), second)
         # No threshold can be below the least prefix.
         least = self._equal(prefix, word(-(2**23)))
         more = arith.ori(arith.cmpi(arith.CmpIPredicate.ne, count, wanted), least)
         with utils.when(more):
-            self._digit(2, prefix, wanted)
+            self._select_digit(2, prefix, wanted)
         bits, some, _ = self._found(2)
         prefix = arith.shli(prefix, word(8))
         below = arith.subi(prefix, word(1))  # all numbers with the prefix are above
         threshold = arith.select(more, arith.ori(prefix, bits), below)
         self._write(threshold, arith.select(more, some, word(0)))
 
-    def _digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
+    def _select_digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
         """Runs a pass; returns its `_found` to all threads of the cluster."""
         self._count_digits(number, prefix)
-        self._meet()
+        self._sync_cta()
         self._sum_groups(number)
         self._sync()
         with utils.when(self._equal(self.warp, word(0))):
             self._find(number, wanted)
-        self._meet()
+        self._sync_cta()
         return self._found(number)
 
     def _share(self) -> None:
@@ -194,11 +194,11 @@ class RadixSelect:
     def _sync(self) -> None:
         """Synchronizes the cluster's threads."""
         if self.blocks == 1:
-            self._meet()
+            self._sync_cta()
         else:
             asm(CLUSTER, [], [], "~{memory}", convergent=True)
 
-    def _meet(self) -> None:
+    def _sync_cta(self) -> None:
         """Synchronizes the CTA's threads."""
         asm("barrier.sync.aligned 0;", [], [], "~{memory}", convergent=True)
 
@@ -263,41 +263,41 @@ class RadixSelect:
         """Run by one warp: finds the group of the digit, with four groups per lane, then the
         digit."""
         place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
-        four = self._over_blocks(*place, 4)
-        above = self._above(plus(*four))
+        four = self._sum_cluster_words(*place, 4)
+        above = self._suffix_sum_lanes(plus(*four))
         group = before = word(0)
         for j in reversed(range(4)):
-            here = self._is_in(above, four[j], wanted)
+            here = self._contains_kth(above, four[j], wanted)
             group = arith.select(here, plus(times(self.lane, 4), word(j)), group)
             before = arith.select(here, above, before)
             above = plus(above, four[j])
-        group, before = self._over_warp(group), self._over_warp(before)  # all but one lane have 0
+        group, before = self._redux_warp(group), self._redux_warp(before)  # all but one lane have 0
         digit = plus(times(group, BINS // GROUPS), self.lane)
-        [own] = self._over_blocks(times(digit, 4), 4 * BINS * number, 1)
-        above = plus(before, self._above(own))
-        with utils.when(self._is_in(above, own, wanted)):
+        [own] = self._sum_cluster_words(times(digit, 4), 4 * BINS * number, 1)
+        above = plus(before, self._suffix_sum_lanes(own))
+        with utils.when(self._contains_kth(above, own, wanted)):
             found = joined([digit, arith.subi(wanted, above), own, word(0)])
             store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
 
-    def _above(self, own: Any) -> Any:
+    def _suffix_sum_lanes(self, own: Any) -> Any:
         """Returns the sum over the lanes after this one."""
         from_here = own
         for distance in (1, 2, 4, 8, 16):
             from_here = self._lanes(DOWN, from_here, distance)
         return arith.subi(from_here, own)
 
-    def _is_in(self, above: Any, count: Any, wanted: Any) -> Any:
+    def _contains_kth(self, above: Any, count: Any, wanted: Any) -> Any:
         """Whether the last selected number is among `count` numbers that have `above` numbers above
         them."""
         reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
         return arith.andi(self._less(above, wanted), reached)
 
-    def _over_blocks(self, offset: Any, fixed: int, words: int) -> list[Any]:
+    def _sum_cluster_words(self, offset: Any, fixed: int, words: int) -> list[Any]:
         """Returns words of shared memory, summed over the cluster's CTAs."""
-        each = [self._of_block(word(i), offset, fixed, words) for i in range(self.blocks)]
+        each = [self._load_cta_words(word(i), offset, fixed, words) for i in range(self.blocks)]
         return [plus(*some) for some in zip(*each, strict=True)]
 
-    def _of_block(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
+    def _load_cta_words(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
         """Loads words of a CTA's shared memory."""
         if self.blocks == 1:
             return load(self.smem, offset, fixed, words)
@@ -323,12 +323,12 @@ class RadixSelect:
             return arith.andi(sums, word(0xFFFF)), arith.shrui(sums, word(16))
 
         count = self._each([word(0)], lambda carry, _, four: [plus(*carry, *kinds(four))])
-        counts = [self._over_warp(x) for x in parts(*count)]
+        counts = [self._redux_warp(x) for x in parts(*count)]
         with utils.when(self._equal(self.lane, word(0))):
             for i, x in enumerate(counts):
                 store(x, self.smem, times(self.warp, 8), 4 * (COUNTS + i))
         self._sync()
-        before = self._before()
+        before = self._prefix_sum_cluster()
         if self.blocks > 1:  # the others may exit once this CTA has read their counts
             asm("barrier.cluster.arrive.release.aligned;", [], [], "~{memory}", convergent=True)
         places_out = llvm.ptrtoint(
@@ -362,7 +362,7 @@ class RadixSelect:
         if self.blocks > 1:
             asm("barrier.cluster.wait.acquire.aligned;", [], [], "~{memory}", convergent=True)
 
-    def _before(self) -> tuple[Any, Any]:
+    def _prefix_sum_cluster(self) -> tuple[Any, Any]:
         """Returns the sums of the counts of all warps of the cluster before this one."""
         above = equal = word(0)
         for first in range(0, self.blocks * WARPS, 32):
@@ -370,13 +370,13 @@ class RadixSelect:
             there = arith.minui(other, word(self.blocks * WARPS - 1))
             place = times(arith.andi(there, word(WARPS - 1)), 8)
             block = arith.shrui(there, word(WARPS.bit_length() - 1))
-            pair = self._of_block(block, place, 4 * COUNTS, 2)
+            pair = self._load_cta_words(block, place, 4 * COUNTS, 2)
             earlier = self._less(other, self.team)
             above, equal = (
                 plus(x, arith.select(earlier, y, word(0)))
                 for x, y in zip((above, equal), pair, strict=True)
             )
-        return self._over_warp(above), self._over_warp(equal)
+        return self._redux_warp(above), self._redux_warp(equal)
 
     def _shared(self, offset: Any, fixed: int) -> Any:
         """Returns an address in shared memory, as a word."""
@@ -385,7 +385,7 @@ class RadixSelect:
     def _lanes(self, code: str, x: Any, number: int) -> Any:
         return asm(code.format(number), [i32()], [x], "=r,r", convergent=True)[0]
 
-    def _over_warp(self, x: Any) -> Any:
+    def _redux_warp(self, x: Any) -> Any:
         code = "redux.sync.add.u32 $0, $1, 0xffffffff;"
         return asm(code, [i32()], [x], "=r,r", convergent=True)[0]
 

@@ -113,7 +113,7 @@ class MlaPrefillTile(NamedTuple):
     start: jax.Array  # first query
     low: jax.Array  # first step of KEYS keys
     steps: jax.Array
-    seen_from: jax.Array  # from this key on, all queries see every key that is not after them
+    unmasked_from: jax.Array  # from this key on, all queries see every key that is not after them
     bounds: tuple[jax.Array, ...]
     base: jax.Array  # the position of key 0 among all
 
@@ -167,14 +167,14 @@ class MlaPrefillCta:
         base = refs.bounds_ref[place, 4] if cut.lined else jnp.int32(0)
         seen = jnp.minimum(keys, jnp.minimum(start + 2 * TILE, queries) + offset)
         seen = jnp.where(exists & (start < queries), seen, 0)
-        seen_from = first
+        unmasked_from = first
         if refs.firsts_ref is not None:
-            first, seen_from = (
+            first, unmasked_from = (
                 jnp.maximum(bounds[0], refs.firsts_ref[row, start + i]) for i in (0, 2 * TILE - 1)
             )
         low = lax.div(first, KEYS)
         steps = jnp.maximum(lax.div(seen + KEYS - 1, KEYS) - low, 0)
-        return MlaPrefillTile(exists, row, head, start, low, steps, seen_from, bounds, base)
+        return MlaPrefillTile(exists, row, head, start, low, steps, unmasked_from, bounds, base)
 
     def _load(self) -> None:
         """Loads the rounds' keys and values into the rings, as stages become free."""
@@ -376,7 +376,7 @@ class MlaPrefillMainloop:
 
         # Steps whose keys all of this warpgroup's queries see; the last is masked.
         whole = lax.div(jnp.maximum(jnp.minimum(self.mine + 1 + offset, keys), 0), KEYS)
-        whole = jnp.where(item.seen_from > 0, 0, jnp.minimum(whole, steps - 1))
+        whole = jnp.where(item.unmasked_from > 0, 0, jnp.minimum(whole, steps - 1))
         carry = (s, attention.zero_rows + EMPTY, attention.zero_rows, attention.zero_out)
         carry = lax.fori_loop(0, whole, functools.partial(self._step, masked=False), carry)
         masked = functools.partial(self._step, masked=True)

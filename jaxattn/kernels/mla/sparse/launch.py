@@ -26,9 +26,9 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     TILE,
     Schedule,
     SplitThresholds,
+    compute_max_pieces,
     make_schedule,
     merge_cost,
-    most_pieces,
     num_tiles,
     row_cost,
 )
@@ -234,7 +234,7 @@ def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any
     make = functools.partial(
         make_schedule, parts=parts, max_pages=pages, row_cost=row_cost(1, TILE),
         merge_cost=merge_cost(1, TILE), least=THRESHOLDS,
-        pieces=most_pieces(rows, parts) if batch_invariant else 0,
+        pieces=compute_max_pieces(rows, parts) if batch_invariant else 0,
     )  # fmt: skip
     with jax.ensure_compile_time_eval():
         made = jax.jit(make)(np.full(rows, pages * PAGE, np.int32))

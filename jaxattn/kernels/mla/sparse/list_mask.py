@@ -38,7 +38,7 @@ class ListMask:
         """Two words with a bit for each entry."""
         return page if self.interpret else seen_words(page, self.visible)
 
-    def all_seen(self, seen: Any) -> jax.Array:
+    def all_visible(self, seen: Any) -> jax.Array:
         return seen.all() if self.interpret else (seen[0] & seen[1]) == -1
 
     def seen(self, seen: Any) -> jax.Array:

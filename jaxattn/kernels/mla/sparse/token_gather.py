@@ -39,7 +39,7 @@ WORDS = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=BY_THREAD)
 WORD = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SPLAT)
 
 
-def _wide(x: Any, by: int, size: int) -> Any:
+def _to_byte_offset(x: Any, by: int, size: int) -> Any:
     """Returns a word times `by` elements in bytes, with 64 bits."""
     wide = ir.IntegerType.get_signless(64)
     return arith.muli(arith.extui(wide, x), mgpu.c(by * size, wide))
@@ -69,7 +69,7 @@ def read_positions(indices_ref: Any, row: jax.Array, page: jax.Array) -> jax.Arr
         token = plus(times(thread.warp, 16), arith.andi(thread.index, word(15)))
         entries = ir.MemRefType(indices.type).shape[1]
         inside = plus(times(single(page), PAGE), token)
-        offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
+        offset = arith.addi(_to_byte_offset(single(row), entries, 4), _to_byte_offset(inside, 1, 4))
         return _by_thread(_read(indices, offset))
 
     types = (PLAIN, SPLAT, SPLAT)
@@ -94,7 +94,9 @@ def read_tables(
         seen = arith.cmpi(arith.CmpIPredicate.ult, position, single(visible))
         entry = arith.shrui(arith.select(seen, position, word(0)), _shift(page_size))
         width = ir.MemRefType(table.type).shape[1]
-        page = _read(table, arith.addi(_wide(single(row), width, 4), _wide(entry, 1, 4)))
+        page = _read(
+            table, arith.addi(_to_byte_offset(single(row), width, 4), _to_byte_offset(entry, 1, 4))
+        )
         return [_by_thread(page), _by_thread(arith.select(seen, position, word(-1)))]
 
     types = (BY_THREAD, PLAIN, SPLAT, SPLAT)
@@ -142,8 +144,11 @@ def read_page(indices_ref: Any, row: jax.Array, page: jax.Array) -> list[jax.Arr
         del ctx
         entries = ir.MemRefType(indices.type).shape[1]
         inside = plus(times(single(page), PAGE), _lane())
-        offset = arith.addi(_wide(single(row), entries, 4), _wide(inside, 1, 4))
-        found = [_read(indices, arith.addi(offset, _wide(word(32 * i), 1, 4))) for i in range(2)]
+        offset = arith.addi(_to_byte_offset(single(row), entries, 4), _to_byte_offset(inside, 1, 4))
+        found = [
+            _read(indices, arith.addi(offset, _to_byte_offset(word(32 * i), 1, 4)))
+            for i in range(2)
+        ]
         return [_by_thread(x) for x in found]
 
     make = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT), return_type=[WORDS, WORDS])
@@ -194,7 +199,9 @@ def copy_tokens(
         thread, lane = WarpgroupThread(), _lane()
         chunk, some = arith.andi(lane, word(7)), arith.shrui(lane, word(3))
         mine = _number(kv, page, position, layer)
-        column = arith.addi(_wide(single(first), 1, size), _wide(chunk, 1, CHUNK))
+        column = arith.addi(
+            _to_byte_offset(single(first), 1, size), _to_byte_offset(chunk, 1, CHUNK)
+        )
         for i in range(4):
             in_tile = plus(some, word(4 * (i % 2)))
             at = plus(
@@ -207,7 +214,7 @@ def copy_tokens(
             token = asm_word(code, mine, plus(some, word(4 * i)))
             there = arith.cmpi(arith.CmpIPredicate.sge, token, word(0))
             token = arith.select(there, token, word(0))
-            source = pointer(kv, arith.addi(_wide(token, width, size), column))
+            source = pointer(kv, arith.addi(_to_byte_offset(token, width, size), column))
             read = arith.select(there, word(CHUNK), word(0))
             copies = "".join(
                 f"cp.async.cg.shared.global [$0+{tile * TILE}], [$1+{tile * LINE}], 16, $2; "
@@ -232,7 +239,7 @@ def copy_scales(
         token = _number(kv, page, position, layer)
         there = arith.cmpi(arith.CmpIPredicate.sge, token, word(0))
         token = arith.select(there, token, word(0))
-        source = pointer(kv, _wide(token, width, 1), first)
+        source = pointer(kv, _to_byte_offset(token, width, 1), first)
         read = arith.select(there, word(CHUNK), word(0))
         at = plus(times(thread.warp, 16 * CHUNK), times(lane, CHUNK))
         place = llvm.ptrtoint(i32(), pointer(target, at))

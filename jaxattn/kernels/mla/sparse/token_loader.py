@@ -33,7 +33,7 @@ from jaxattn.kernels.mla.sparse.token_gather import (
 )
 
 
-def _chosen(condition: Any, there: Any, other: Any) -> Any:
+def _select(condition: Any, there: Any, other: Any) -> Any:
     """Selects `there` or `other`, for scalars and for words `BY_THREAD`."""
     if condition is True:
         return there
@@ -99,9 +99,9 @@ class TokenLoader(PageLoader):
         # No select and no branch over the words read here: they would wait for the load. If not
         # `goes_on`, the same words are read again.
         held = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
-        before = _chosen(goes_on, self._page_of(ahead), before)
-        next_at = _chosen(goes_on, at, ahead[0])
-        ahead = next_at, self._numbers(next_at, _chosen(goes_on, positions, held))
+        before = _select(goes_on, self._page_of(ahead), before)
+        next_at = _select(goes_on, at, ahead[0])
+        ahead = next_at, self._numbers(next_at, _select(goes_on, positions, held))
         place, page, stop = at
         following = self.part.settle((place, page + jnp.int32(goes_on), stop))
         return before, ahead, (following, self._positions(following))
@@ -181,7 +181,7 @@ class WideTokenLoader(TokenLoader):
             return
         self._load(quarter, at, into)
         if not self.cut.interpret:
-            self._ask_for_queries(*ahead[0])
+            self._prefetch_queries(*ahead[0])
 
     def hand_over_first(self, pages: Any, now: jax.Array) -> None:
         left = pages[3] & jnp.logical_not(self.is_right)
@@ -257,15 +257,15 @@ class Fp8TokenLoader(TokenLoader, Fp8PageLoader):
         self._next_rope(pages, i)
         for quarter in range(2):
             super().refill(quarter, pages, i)
-        self._hand_over_rope(pages, i)
+        self._signal_rope_loaded(pages, i)
         return self.later(pages)
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         super().refill(quarter, pages, into)
         if quarter == 1:
-            self._hand_over_rope(pages, into + AHEAD)
+            self._signal_rope_loaded(pages, into + AHEAD)
 
-    def _hand_over_rope(self, pages: Any, into: jax.Array) -> None:
+    def _signal_rope_loaded(self, pages: Any, into: jax.Array) -> None:
         if self.rope_in_place:
             loaded = self.shared.rope_loaded.at[lax.rem(into, PAGES)]
             pl.when(pages[0][1] & self.is_right)(lambda: plgpu.barrier_arrive(loaded))

@@ -44,7 +44,7 @@ from jaxattn.kernels.moe.routing.token_alignment import (
     TO,
     TokenAlignment,
 )
-from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
+from jaxattn.kernels.moe.tile_config import GROUP, compute_max_tiles, padded_rows
 
 FEW_SEGMENTS = 128  # at most this many, if their pairs are at most WIDEST
 SEGMENTS = (256, 512)  # pairs of a segment
@@ -75,7 +75,7 @@ def permute_tokens(
         pairs=pairs,
         experts=experts,
         columns=columns,
-        tiles=most_tiles(tokens, top_k, experts, columns),
+        tiles=compute_max_tiles(tokens, top_k, experts, columns),
         interpret=interpret,
     )
     flat = jnp.pad(ids.reshape(-1), (0, cut.segments * cut.segment - pairs), constant_values=-1)
@@ -208,9 +208,11 @@ class PlacementCta:
         warpgroup_barrier(interpret=cut.interpret)
         positions = self._firsts(experts) + self._ranks(experts)
         size = cut.segment
-        someone = experts < full(cut.experts, size)
+        has_expert = experts < full(cut.experts, size)
         first = pl.multiple_of(self.number * size, size)
-        refs.positions.at[pl.ds(first, size)][...] = jnp.where(someone, positions, full(-1, size))
+        refs.positions.at[pl.ds(first, size)][...] = jnp.where(
+            has_expert, positions, full(-1, size)
+        )
         tiles = -(-rows // cut.columns)
 
         @pl.loop(0, lax.div(cut.experts - self.number + (cut.segments - 1), cut.segments))

@@ -36,7 +36,7 @@ from jaxattn.kernels.moe.routing.token_alignment import (
     TokenAlignment,
     tokens_in_place,
 )
-from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
+from jaxattn.kernels.moe.tile_config import GROUP, compute_max_tiles, padded_rows
 
 THREADS = 128
 MOST_PAIRS = 1536
@@ -81,7 +81,7 @@ def align_and_sort_tokens(
         grid={"block": cut.blocks},
         inputs={"ids": ids.reshape(-1), "x": x},
         outputs={
-            "tiles": ints(4, most_tiles(tokens, top_k, experts, columns)),
+            "tiles": ints(4, compute_max_tiles(tokens, top_k, experts, columns)),
             "total": ints(1),
             "positions": ints(pairs),
             "rows": jax.ShapeDtypeStruct((rows, features), x.dtype),
@@ -143,7 +143,7 @@ class TokenExpertPair(NamedTuple):
     Attributes:
         rank: The number of its expert's pairs before it.
         row, tile: The first row and tile of its expert.
-        someone: Whether it has an expert.
+        has_expert: Whether it has an expert.
     """
 
     number: jax.Array
@@ -151,7 +151,7 @@ class TokenExpertPair(NamedTuple):
     rank: jax.Array
     row: jax.Array
     tile: jax.Array
-    someone: jax.Array
+    has_expert: jax.Array
 
 
 class TokenSortCta:
@@ -231,8 +231,8 @@ class TokenSortCta:
         same = (experts == full(expert, cut.width)) & (pairs < full(here, cut.width))
         rank = jnp.sum(jnp.where(same, full(1, cut.width), full(0, cut.width)))
         tile = lax.div(sums, TILES)
-        someone = (number < cut.pairs) & (expert < cut.experts)
-        return TokenExpertPair(number, expert, rank, sums - tile * TILES, tile, someone)
+        has_expert = (number < cut.pairs) & (expert < cut.experts)
+        return TokenExpertPair(number, expert, rank, sums - tile * TILES, tile, has_expert)
 
     def _token(self, pair: TokenExpertPair) -> list[jax.Array]:
         x = self.refs.x
@@ -246,14 +246,14 @@ class TokenSortCta:
         """Stores a pair's token, and writes the tiles of an expert whose first pair it is."""
         cut, refs = self.cut, self.refs
         place = pair.row + pair.rank
-        refs.positions[pair.number] = jnp.where(pair.someone, place, -1)
+        refs.positions[pair.number] = jnp.where(pair.has_expert, place, -1)
 
-        @pl.when(pair.someone)
+        @pl.when(pair.has_expert)
         def _store():
             for (some, _), numbers in zip(windows(refs.x.shape[1]), token, strict=True):
                 refs.rows.at[place, some][...] = numbers
 
-        @pl.when(pair.someone & (pair.rank == 0))
+        @pl.when(pair.has_expert & (pair.rank == 0))
         def _tiles():
             count = refs.count[jnp.minimum(pair.expert, cut.experts - 1)]
             rows = lax.div(count + (GROUP - 1), GROUP) * GROUP

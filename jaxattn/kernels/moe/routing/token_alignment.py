@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxattn.kernels.moe.tile_config import GROUP, most_tiles, padded_rows
+from jaxattn.kernels.moe.tile_config import GROUP, compute_max_tiles, padded_rows
 
 EXPERT, FROM, TO, GROUPS = range(4)  # rows of `tiles`
 # Up to this many pairs each number is a count of comparisons, which XLA computes in one small
@@ -77,7 +77,7 @@ def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP)
 
     each = -(-counts // columns)
     before = _sums_before(each)
-    number = jnp.arange(most_tiles(tokens, top_k, experts, columns), dtype=jnp.int32)
+    number = jnp.arange(compute_max_tiles(tokens, top_k, experts, columns), dtype=jnp.int32)
     # The expert of a tile is the number of experts that end before the tile.
     expert = _count((before + each)[None, :] <= number[:, None])
     expert = jnp.minimum(expert, experts - 1)

@@ -42,12 +42,12 @@ def _best(scores: Any, ids: Any, experts: int, top_k: int) -> None:
         keys.append(asm_word(ORDERED, bits, movable=True))
         numbers.append(plus(lane, word(first)))
     for k in range(top_k):
-        best = _over_warp("max", _tree(arith.maxui, keys))
+        best = _redux_warp("max", _tree(arith.maxui, keys))
         mine = [
             arith.select(_equal(key, best), number, word(NOBODY))
             for key, number in zip(keys, numbers, strict=True)
         ]
-        place = _over_warp("min", _tree(arith.minui, mine))
+        place = _redux_warp("min", _tree(arith.minui, mine))
         store(place, ids, word(4 * k))
         keys = [
             arith.select(_equal(number, place), word(TAKEN), key)
@@ -59,7 +59,7 @@ def _equal(x: Any, y: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.eq, x, y)
 
 
-def _over_warp(what: str, x: Any) -> Any:
+def _redux_warp(what: str, x: Any) -> Any:
     code = f"redux.sync.{what}.u32 $0, $1, 0xffffffff;"
     return asm(code, [i32()], [x], "=r,r", convergent=True)[0]
 

@@ -208,7 +208,7 @@ class GlobalCodeRegisters(WordRegisters):
         return arith.extf(f32(), element(llvm.load(one, self._pointer(at, fixed)), 0))
 
     def _pointer(self, at: Any, fixed: int) -> Any:
-        return pointer(self.ref, arith.addi(self.begin, _wide(at)), fixed)
+        return pointer(self.ref, arith.addi(self.begin, _zero_extend(at)), fixed)
 
 
 class DequantWriter:
@@ -222,7 +222,7 @@ class DequantWriter:
         begin = wide_row(wide_row(place.layer, pages, place.page), heads, place.head)
         begin = arith.muli(begin, mgpu.c(nbytes, long()))
         inside = times(place.inside, PAGE * form.slot_bytes)
-        self.on = GlobalCodeRegisters(kv, arith.addi(begin, _wide(inside)))
+        self.on = GlobalCodeRegisters(kv, arith.addi(begin, _zero_extend(inside)))
         self.pitch = GROUP * form.slot_bytes
 
     def run(self) -> None:
@@ -232,7 +232,7 @@ class DequantWriter:
         tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
         for h, token in enumerate(tokens):
             mine = [x for c in range(blocks) for x in floats(halves(keys[2 * c + h]))]
-            by = self._there(number(1.0))
+            by = self._nan_if_page_missing(number(1.0))
             if form.rotated:
                 mine = lane_butterfly(mine, SHARING)
                 by = arith.mulf(self._number(0, token), number(form.head_dim**-0.5))
@@ -263,17 +263,17 @@ class DequantWriter:
         form, on = self.form, self.on
         first = GROUP * (form.key_bytes + form.value_bytes + 2 * kind)
         at = plus(times(on.right(token, 4), self.pitch), times(on.both(token, GROUP - 1), 2))
-        return self._there(on.halves(at, first))
+        return self._nan_if_page_missing(on.halves(at, first))
 
     def _shared(self, dim: Any) -> list[Any]:
         """Returns four dims of the common part of the row's keys."""
         place = self.place
         _, heads, dims = ir.MemRefType(self.common.type).shape
         row = wide_row(place.row, heads, place.head)
-        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _zero_extend(dim))
         return load(self.common, arith.muli(offset, mgpu.c(4, long())), 0, 4, f32())
 
-    def _there(self, x: Any) -> Any:
+    def _nan_if_page_missing(self, x: Any) -> Any:
         """Returns NaN if the page does not exist."""
         exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
         return arith.select(exists, x, number(float("nan")))
@@ -289,7 +289,7 @@ class DequantWriter:
         )
         some = [arith.select(own, _bounded(x), number(0.0)) for x in some]
         row = wide_row(wide_row(place.row, tokens, at), heads, place.head)
-        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _wide(dim))
+        offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _zero_extend(dim))
         offset = arith.muli(offset, mgpu.c(HALF.itemsize, long()))
         llvm.store(joined([arith.truncf(half, x) for x in some]), pointer(ref, offset))
 
@@ -298,13 +298,13 @@ def long() -> Any:
     return ir.IntegerType.get_signless(64)
 
 
-def _wide(x: Any) -> Any:
+def _zero_extend(x: Any) -> Any:
     return x if x.type == long() else arith.extui(long(), x)
 
 
 def wide_row(x: Any, count: int, y: Any) -> Any:
     """Returns x * count + y, with 64 bits."""
-    return arith.addi(arith.muli(_wide(x), mgpu.c(count, long())), _wide(y))
+    return arith.addi(arith.muli(_zero_extend(x), mgpu.c(count, long())), _zero_extend(y))
 
 
 def halves(codes: Any) -> list[Any]:

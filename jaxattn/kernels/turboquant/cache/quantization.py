@@ -27,8 +27,8 @@ from jaxattn.kernels.hopper.ptx import (
     i32,
     load,
     number,
-    over_lanes,
     plus,
+    reduce_lanes,
     store,
     times,
     word,
@@ -105,13 +105,13 @@ class TurboQuantizer:
         if not self.form.rotated:
             limit, least = number(LARGEST_E4M3), number(-LARGEST_E4M3)
             x = [arith.maximumf(arith.minimumf(one, limit), least) for one in x]
-            for m, four in enumerate(_fours(x)):
+            for m, four in enumerate(_split_per_thread(x)):
                 self._store_e4m3(m, four, lane, place)
             return
-        largest = over_lanes(arith.maximumf, _all(arith.maximumf, map(_size, x)), LANES)
+        largest = reduce_lanes(arith.maximumf, _all(arith.maximumf, map(_size, x)), LANES)
         x = [arith.divf(one, _or_one(largest)) for one in x]
         squares = _all(arith.addf, (arith.mulf(one, one) for one in x))
-        length = _root(over_lanes(arith.addf, squares, LANES))
+        length = _root(reduce_lanes(arith.addf, squares, LANES))
         x = lane_butterfly([arith.divf(one, _or_one(length)) for one in x])
         share = number(self.form.head_dim**-0.5)
         by = number(LEVEL_UNITS[self.form.key_bits] * self.form.head_dim**0.5)
@@ -119,10 +119,10 @@ class TurboQuantizer:
         codes, of_levels = zip(*(self._nearest(one) for one in x), strict=True)
         squares = _all(arith.addf, (arith.mulf(one, one) for one in of_levels))
         norm = arith.divf(
-            arith.mulf(largest, length), _root(over_lanes(arith.addf, squares, LANES))
+            arith.mulf(largest, length), _root(reduce_lanes(arith.addf, squares, LANES))
         )
         write = self._store_four_bits if self.form.key_bits == 4 else self._store_three_bits
-        for m, four in enumerate(_fours(list(codes))):
+        for m, four in enumerate(_split_per_thread(list(codes))):
             write(m, four, lane, place)
         self._store_number(0, norm, lane, place)
 
@@ -153,7 +153,7 @@ class TurboQuantizer:
     ) -> None:
         sizes, signs = [], []
         for i, one in enumerate(four):
-            below, size = _sign_and_size(one)
+            below, size = _sign_and_magnitude(one)
             sizes.append(arith.shli(size, word(4 * i)))
             signs.append(arith.shli(below, word(8 * i + 7)))
         j = _bits(lane, 2, 1)
@@ -179,7 +179,7 @@ class TurboQuantizer:
             arith.ori(mine, arith.shli(arith.andi(fourth, word(SPARE[r])), word(1 + r)))
             for r, fourth in enumerate(fourths)
         ]
-        half_word = arith.trunci(ir.IntegerType.get_signless(16), _chosen(q, three))
+        half_word = arith.trunci(ir.IntegerType.get_signless(16), _select_by_index(q, three))
         # [g][t][b][r][h], half a word each
         h, g = _bits(place.token, 3, 1), _bits(place.token, 0, 3)
         blocks = self.form.head_dim // NARROW
@@ -190,11 +190,11 @@ class TurboQuantizer:
     def _value(self, x: list[Any], lane: Any, place: TurboSlotPosition) -> None:
         most = 2**self.form.value_bits - 1
         low, high = (
-            over_lanes(f, _all(f, iter(x)), LANES) for f in (arith.minimumf, arith.maximumf)
+            reduce_lanes(f, _all(f, iter(x)), LANES) for f in (arith.minimumf, arith.maximumf)
         )
-        minimum = _wide(_half(low))
+        minimum = _zero_extend(_saturate_to_f16(low))
         share = [arith.divf(one, number(most)) for one in (high, low)]
-        scale = _wide(_half(arith.subf(*share)))
+        scale = _zero_extend(_saturate_to_f16(arith.subf(*share)))
         positive = arith.cmpf(arith.CmpFPredicate.OGT, scale, number(0.0))
         divisor = arith.select(positive, scale, number(1.0))
         codes = []
@@ -204,7 +204,7 @@ class TurboQuantizer:
             code = _max_number(_floor(arith.addf(above, number(0.5))), number(0.0))
             code = arith.minimumf(arith.select(positive, code, number(0.0)), number(most))
             codes.append(arith.fptoui(i32(), code))
-        for m, four in enumerate(_fours(codes)):
+        for m, four in enumerate(_split_per_thread(codes)):
             self._store_values(m, four, lane, place)
         first = 1 if self.form.rotated else 0
         self._store_number(first, scale, lane, place)
@@ -214,7 +214,7 @@ class TurboQuantizer:
         nibbles = []
         for i, code in enumerate(four):
             if self.form.value_bits == 4:
-                below, size = _sign_and_size(code)
+                below, size = _sign_and_magnitude(code)
                 code = arith.ori(size, arith.shli(below, word(3)))
             nibbles.append(arith.shli(code, word(8 * i)))
         mine = _all(arith.ori, iter(nibbles))
@@ -248,14 +248,14 @@ class TurboQuantizer:
     def _store_number(self, kind: int, x: Any, lane: Any, place: TurboSlotPosition) -> None:
         fixed = GROUP * (self.form.key_bytes + self.form.value_bytes) + 2 * GROUP * kind
         first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, lane, word(0)))
-        self._store(_half(x), times(place.token, 2), fixed, place, first)
+        self._store(_saturate_to_f16(x), times(place.token, 2), fixed, place, first)
 
     def _store(self, x: Any, at: Any, fixed: int, place: TurboSlotPosition, own: Any) -> None:
         with utils.when(own):
             store(x, place.page, plus(place.group, at), fixed)
 
 
-def _fours(x: list[Any]) -> list[list[Any]]:
+def _split_per_thread(x: list[Any]) -> list[list[Any]]:
     return [x[i : i + OF_THREAD] for i in range(0, len(x), OF_THREAD)]
 
 
@@ -276,7 +276,7 @@ def _bits(x: Any, first: int, count: int) -> Any:
     return arith.andi(arith.shrui(x, word(first)), word(2**count - 1))
 
 
-def _chosen(which: Any, values: list[Any]) -> Any:
+def _select_by_index(which: Any, values: list[Any]) -> Any:
     """Returns the value with that index; the last one for greater indices."""
     found = values[-1]
     for i, value in enumerate(values[:-1]):
@@ -284,7 +284,7 @@ def _chosen(which: Any, values: list[Any]) -> Any:
     return found
 
 
-def _sign_and_size(code: Any) -> tuple[Any, Any]:
+def _sign_and_magnitude(code: Any) -> tuple[Any, Any]:
     """Returns (1 where a 4-bit code is in the lower half, its distance from the middle)."""
     below = arith.xori(arith.shrui(code, word(3)), word(1))
     # In the lower half, 7 - code is the inversion of its three bits.
@@ -318,12 +318,12 @@ def _or_one(x: Any) -> Any:
     return arith.select(zero, number(1.0), x)
 
 
-def _half(x: Any) -> Any:
+def _saturate_to_f16(x: Any) -> Any:
     """Returns float16, with its largest number instead of greater ones."""
     limit, least = number(LARGEST_F16), number(-LARGEST_F16)
     x = arith.maximumf(arith.minimumf(x, limit), least)
     return arith.truncf(ir.F16Type.get(), x)
 
 
-def _wide(x: Any) -> Any:
+def _zero_extend(x: Any) -> Any:
     return arith.extf(f32(), x)

@@ -78,7 +78,7 @@ class GgufEncoding(WeightEncoding):
         return halves.swapaxes(2, 3).reshape(found.shape)
 
 
-def _half(blocks: Blocks, at: int) -> Float[Array, "N 1"]:
+def _read_float16(blocks: Blocks, at: int) -> Float[Array, "N 1"]:
     """Returns the float16 at a byte of each block, as float32."""
     pair = blocks[:, at : at + 2]
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
@@ -88,7 +88,7 @@ def _signed(blocks: Blocks) -> Array:
     return lax.bitcast_convert_type(blocks, jnp.int8).astype(jnp.float32)
 
 
-def _nibbles(data: Blocks) -> Array:
+def _split_nibbles(data: Blocks) -> Array:
     """Returns the low halves of the bytes, then the high ones, uint8."""
     return jnp.concatenate([data & 15, data >> 4], axis=-1)
 
@@ -99,16 +99,16 @@ def _sum(product: Array, other: Array) -> Array:
 
 
 def _q8_0(blocks: Blocks) -> Numbers:
-    return _signed(blocks[:, 2:]) * _half(blocks, 0)
+    return _signed(blocks[:, 2:]) * _read_float16(blocks, 0)
 
 
 def _q4_0(blocks: Blocks) -> Numbers:
-    return (_nibbles(blocks[:, 2:]).astype(jnp.float32) - 8) * _half(blocks, 0)
+    return (_split_nibbles(blocks[:, 2:]).astype(jnp.float32) - 8) * _read_float16(blocks, 0)
 
 
 def _q4_1(blocks: Blocks) -> Numbers:
-    numbers = _nibbles(blocks[:, 4:]).astype(jnp.float32)
-    return _sum(_half(blocks, 0) * numbers, _half(blocks, 2))
+    numbers = _split_nibbles(blocks[:, 4:]).astype(jnp.float32)
+    return _sum(_read_float16(blocks, 0) * numbers, _read_float16(blocks, 2))
 
 
 def _fifth(blocks: Blocks, at: int) -> Array:
@@ -118,41 +118,41 @@ def _fifth(blocks: Blocks, at: int) -> Array:
 
 
 def _q5_0(blocks: Blocks) -> Numbers:
-    numbers = _nibbles(blocks[:, 6:]) | _fifth(blocks, 2)
-    return (numbers.astype(jnp.float32) - 16) * _half(blocks, 0)
+    numbers = _split_nibbles(blocks[:, 6:]) | _fifth(blocks, 2)
+    return (numbers.astype(jnp.float32) - 16) * _read_float16(blocks, 0)
 
 
 def _q5_1(blocks: Blocks) -> Numbers:
-    numbers = _nibbles(blocks[:, 8:]) | _fifth(blocks, 4)
-    return _sum(_half(blocks, 0) * numbers.astype(jnp.float32), _half(blocks, 2))
+    numbers = _split_nibbles(blocks[:, 8:]) | _fifth(blocks, 4)
+    return _sum(_read_float16(blocks, 0) * numbers.astype(jnp.float32), _read_float16(blocks, 2))
 
 
-def _quarters(data: Blocks) -> Array:
+def _unpack_2bit(data: Blocks) -> Array:
     """Returns uint8 [N, 256]: for each 32 of 64 bytes, the lowest two bits, then the next."""
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     return ((data.reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 256)
 
 
-def _eighths(data: Blocks) -> Array:
+def _unpack_1bit(data: Blocks) -> Array:
     """Returns uint8 [N, 8, 32]: the lowest bits of 32 bytes, then the next."""
     return (data[:, None] >> jnp.arange(8, dtype=jnp.uint8)[:, None]) & 1
 
 
 def _q2_k(blocks: Blocks) -> Numbers:
     packed = blocks[:, :16]
-    scale = _half(blocks, 80) * (packed & 15).astype(jnp.float32)
-    least = _half(blocks, 82) * (packed >> 4).astype(jnp.float32)
-    numbers = _quarters(blocks[:, 16:80]).reshape(-1, 16, 16).astype(jnp.float32)
+    scale = _read_float16(blocks, 80) * (packed & 15).astype(jnp.float32)
+    least = _read_float16(blocks, 82) * (packed >> 4).astype(jnp.float32)
+    numbers = _unpack_2bit(blocks[:, 16:80]).reshape(-1, 16, 16).astype(jnp.float32)
     return _sum(scale[..., None] * numbers, -least[..., None]).reshape(len(blocks), -1)
 
 
 def _q3_k(blocks: Blocks) -> Numbers:
-    high = _eighths(blocks[:, :32]).reshape(-1, 256) << 2
-    numbers = (_quarters(blocks[:, 32:96]) | high).astype(jnp.float32) - 4
-    low, two = _nibbles(blocks[:, 96:104]), blocks[:, 104:108, None]
+    high = _unpack_1bit(blocks[:, :32]).reshape(-1, 256) << 2
+    numbers = (_unpack_2bit(blocks[:, 32:96]) | high).astype(jnp.float32) - 4
+    low, two = _split_nibbles(blocks[:, 96:104]), blocks[:, 104:108, None]
     two = (two >> jnp.arange(0, 8, 2, dtype=jnp.uint8)) & 3  # bits of scale i are in byte i % 4
     codes = (low | (two.swapaxes(1, 2).reshape(-1, 16) << 4)).astype(jnp.float32) - 32
-    scale = _half(blocks, 108) * codes
+    scale = _read_float16(blocks, 108) * codes
     return (scale[..., None] * numbers.reshape(-1, 16, 16)).reshape(len(blocks), -1)
 
 
@@ -163,7 +163,7 @@ def _q4_k(blocks: Blocks, high: Array | None = None) -> Numbers:
     scales = [first & 63, (third & 15) | ((first >> 6) << 4)]
     least = [second & 63, (third >> 4) | ((second >> 6) << 4)]
     factors = [jnp.concatenate(each, axis=1).astype(jnp.float32) for each in (scales, least)]
-    scale, below = _half(blocks, 0) * factors[0], _half(blocks, 2) * factors[1]
+    scale, below = _read_float16(blocks, 0) * factors[0], _read_float16(blocks, 2) * factors[1]
     pairs = blocks[:, -128:].reshape(-1, 4, 32)  # two groups in the halves of 32 bytes
     numbers = jnp.stack([pairs & 15, pairs >> 4], axis=2).reshape(-1, 8, 32)
     numbers = numbers if high is None else numbers | (high << 4)
@@ -172,17 +172,17 @@ def _q4_k(blocks: Blocks, high: Array | None = None) -> Numbers:
 
 
 def _q5_k(blocks: Blocks) -> Numbers:
-    return _q4_k(blocks, _eighths(blocks[:, 16:48]))
+    return _q4_k(blocks, _unpack_1bit(blocks[:, 16:48]))
 
 
 def _q6_k(blocks: Blocks) -> Numbers:
     low, high = blocks[:, :128].reshape(-1, 2, 64), blocks[:, 128:192].reshape(-1, 2, 32)
     # Each half of a block has 64 low halves and 64 high ones, and two more bits for each quarter.
-    four = _nibbles(low).reshape(-1, 2, 4, 32)
+    four = _split_nibbles(low).reshape(-1, 2, 4, 32)
     shifts = jnp.arange(0, 8, 2, dtype=jnp.uint8)[:, None]
     two = (high[:, :, None] >> shifts) & 3
     numbers = (four | (two << 4)).astype(jnp.float32) - 32
-    scales = _half(blocks, 208) * _signed(blocks[:, 192:208])
+    scales = _read_float16(blocks, 208) * _signed(blocks[:, 192:208])
     return (numbers.reshape(-1, 16, 16) * scales[..., None]).reshape(len(blocks), -1)
 
 

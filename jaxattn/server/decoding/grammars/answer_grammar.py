@@ -93,7 +93,7 @@ class AnswerGrammar:
         if isinstance(format_.style, HarmonyFormat):
             final = "" if called else self._literal(f"{CHANNEL}final{MESSAGE}")
             begin = self._literal(f"{CHANNEL}analysis{MESSAGE}")
-            thoughts = self._thoughts(f"<|end|>{START}assistant")
+            thoughts = self._reasoning_rule(f"<|end|>{START}assistant")
             return f"start: {begin} thoughts {final} answer\n{thoughts}\n{rules}\n"
         begin, end = format_.thoughts
         if format_.opened(self._prompt_end):
@@ -102,9 +102,9 @@ class AnswerGrammar:
             first = f'("\\n"? {self._literal(begin)} thoughts)?'
         else:
             return f"start: answer\n{rules}\n"
-        return f"start: {first} answer\n{self._thoughts(end, SPACE)}\n{rules}\n"
+        return f"start: {first} answer\n{self._reasoning_rule(end, SPACE)}\n{rules}\n"
 
-    def _thoughts(self, end: str, space: str = "") -> str:
+    def _reasoning_rule(self, end: str, space: str = "") -> str:
         """Returns the rule for any text up to an end mark, and white space after it."""
         if self._special.match(end):
             return f"thoughts: {ANY_TEXT} {self._literal(end)} {space}"

@@ -16,10 +16,10 @@ MOST_DEPTH = 8
 def disjoint(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
     """Returns True if it is easy to prove that no value is valid for two of the schemas."""
     pairs = list(itertools.islice(itertools.combinations(schemas, 2), MOST_PAIRS + 1))
-    return len(pairs) <= MOST_PAIRS and all(_apart(a, b, root, MOST_DEPTH) for a, b in pairs)
+    return len(pairs) <= MOST_PAIRS and all(_are_disjoint(a, b, root, MOST_DEPTH) for a, b in pairs)
 
 
-def _apart(first: Any, second: Any, root: Mapping[str, Any], depth: int) -> bool:
+def _are_disjoint(first: Any, second: Any, root: Mapping[str, Any], depth: int) -> bool:
     one, other = _resolved(first, root), _resolved(second, root)
     if one is None or other is None or not depth:
         return False
@@ -36,7 +36,7 @@ def _apart(first: Any, second: Any, root: Mapping[str, Any], depth: int) -> bool
         return False
     shared = set(_names(one)) & set(_names(other))
     return any(
-        _apart(one["properties"][name], other["properties"][name], root, depth - 1)
+        _are_disjoint(one["properties"][name], other["properties"][name], root, depth - 1)
         for name in shared
     )
 

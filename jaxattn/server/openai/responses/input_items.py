@@ -109,7 +109,7 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
             raise item.wrong("role", f"one of {', '.join(ROLES)}")
         found.say(role, text_of(item.values.get("content"), item.name("content"), TEXTS))
     elif kind == "reasoning":
-        if thoughts := _thoughts(item):
+        if thoughts := _read_reasoning(item):
             found.think(thoughts)
     elif kind in ("function_call", "custom_tool_call"):
         id, name = item.text("call_id", 256), item.text("name", MOST_NAME)
@@ -136,7 +136,7 @@ def _hosted(kind: str) -> bool:
     return kind.endswith(ends) or kind.startswith(("compaction", "program", "configuration_"))
 
 
-def _thoughts(item: JsonFields) -> str:
+def _read_reasoning(item: JsonFields) -> str:
     """Returns a reasoning item's text: its content, else `encrypted_content`, else its summary."""
     if content := item.values.get("content"):
         return text_of(content, item.name("content"), TEXTS)

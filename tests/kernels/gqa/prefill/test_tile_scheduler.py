@@ -23,7 +23,7 @@ KEYS, ROWS = 16, 32
 def test_seen_first_counts_the_first_steps_that_all_rows_see(
     first, queries, prefix, more, packed, item, warpgroup
 ):
-    """Beside `all_seen` and `all_there` of each step; `more` keys than queries are new."""
+    """Beside `all_visible` and `all_keys_exist` of each step; `more` keys than queries are new."""
     tiles = GqaPrefillTileScheduler(
         rows=ROWS, keys=KEYS, packed=packed, count=6, heads=1, group=1, window=None
     )
@@ -31,7 +31,7 @@ def test_seen_first_counts_the_first_steps_that_all_rows_see(
     tile = tiles.at(jnp.int32(item), np.asarray(bounds))
     row = tile.start + warpgroup * ROWS // 2
     steps = [tiles.step(tile, jnp.int32(i)) for i in range(int(tile.steps))]
-    seen = [bool(tiles.all_seen(tile, step, row, ROWS // 2)) for step in steps]
-    number = int(tiles.seen_first(tile, row))
+    seen = [bool(tiles.all_visible(tile, step, row, ROWS // 2)) for step in steps]
+    number = int(tiles.count_unmasked_steps(tile, row))
     assert min(number, len(steps)) == [*seen, False].index(False)
-    assert all(bool(tiles.all_there(tile, step)) for step in steps[: max(number, 0)])
+    assert all(bool(tiles.all_keys_exist(tile, step)) for step in steps[: max(number, 0)])

@@ -36,7 +36,7 @@ def prefetch_array(ref: Any, *, interpret: bool) -> None:
         del ctx
         mine = WarpgroupThread().index
         with utils.when(arith.cmpi(arith.CmpIPredicate.ult, mine, word(lines))):
-            _ask(ref, times(mine, LINE))
+            _prefetch_line(ref, times(mine, LINE))
 
     plgpu.inline_mgpu(arg_types=(PLAIN,))(run)(ref)
 
@@ -52,11 +52,11 @@ def prefetch_element(ref: Any, row: jax.Array, column: jax.Array, *, interpret: 
             wide, width = ir.IntegerType.get_signless(64), ir.MemRefType(ref.type).shape[1]
             row, column = (arith.extui(wide, single(x)) for x in (row, column))
             place = arith.addi(arith.muli(row, mgpu.c(width, wide)), column)
-            _ask(ref, arith.muli(place, mgpu.c(4, wide)))
+            _prefetch_line(ref, arith.muli(place, mgpu.c(4, wide)))
 
     ask = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT))(run)
     ask(ref, jnp.int32(row), jnp.int32(column))
 
 
-def _ask(ref: Any, offset: Any) -> None:
+def _prefetch_line(ref: Any, offset: Any) -> None:
     asm(f"prefetch.global.{PRIORITY} [$0];", [], [pointer(ref, offset)], "l")

@@ -17,9 +17,9 @@ from jaxattn.kernels.attention.split_kv_schedule import (
     PAGE,
     Schedule,
     SplitThresholds,
+    compute_max_pieces,
     make_schedule,
     may_split,
-    most_pieces,
     num_steps,
 )
 from jaxattn.kernels.gqa.decode.smem import block_columns, ctas_per_sm
@@ -118,7 +118,7 @@ def check_groups(op: str, num_heads: int, num_kv_heads: int) -> None:
         raise ValueError(f"{op}: {num_heads=} must be a multiple of {num_kv_heads=}")
 
 
-def most_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
+def compute_max_steps(max_pages: int, page_size: int, q_len: int, window: int | None) -> int:
     """Returns the most steps of a row, from static shapes."""
     steps = num_steps(max_pages, page_size)
     if window is None:
@@ -189,14 +189,14 @@ def decode_schedule(
         )
     seq_lens = arguments.check_scheduled(seq_lens, max_pages, page_size)
     refuse_explicit_axes(arguments.op, seq_lens)
-    steps = most_steps(max_pages, page_size, q_len, window)
+    steps = compute_max_steps(max_pages, page_size, q_len, window)
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
     pairs = seq_lens.shape[0] * num_kv_heads
     parts = num_parts(
         pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim,
         num_sms=INTERPRETED_SMS if interpret else NUM_SMS,
     )  # fmt: skip
-    pieces = most_pieces(pairs, parts) if batch_invariant else 0
+    pieces = compute_max_pieces(pairs, parts) if batch_invariant else 0
     split = may_cut(pairs, parts, steps)
     lens = jnp.repeat(seq_lens - first_step(seq_lens, q_len, window) * PAGE, num_kv_heads)
     line = make_schedule(

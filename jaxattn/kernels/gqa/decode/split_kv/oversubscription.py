@@ -53,7 +53,7 @@ def tail_of(parts: int) -> tuple[int, int]:
     return (2 * parts - SHORT * short) // HALF, short
 
 
-def most_parts(pairs: int, parts: int, more: int) -> int:
+def compute_max_parts(pairs: int, parts: int, more: int) -> int:
     """Returns the most parts of such a line: the usual ones for the pairs dealt in advance, and
     those of the end. A nearly full turn has `more` parts in addition to its pairs."""
     return min(pairs + more, parts + max(parts - 1 + more, parts + FULL * parts // 4))
@@ -78,7 +78,7 @@ def oversubscribe(
     assert line.order is not None, "with more pairs than parts, the schedule has an order"
     usual, place = line.parts, jnp.arange(pages.shape[0], dtype=jnp.int32)
     halves, shorts = tail_of(usual) if cut else (0, 0)
-    parts = most_parts(pages.shape[0], usual, halves * (HALF - 1) + shorts * (SHORT - 1))
+    parts = compute_max_parts(pages.shape[0], usual, halves * (HALF - 1) + shorts * (SHORT - 1))
     number = jnp.sum(pages > 0, dtype=jnp.int32)
     turns, full = full_waves(number, usual)
 

@@ -9,8 +9,8 @@ from jaxattn.core.validation.array_checks import check_sizes, check_window
 from jaxattn.kernels.gqa.decode.smem import block_columns, refusal
 from jaxattn.kernels.gqa.decode.split_kv.decode_schedule import (
     check_groups,
+    compute_max_steps,
     may_cut,
-    most_steps,
     num_parts,
 )
 from jaxattn.kernels.hopper.device import NUM_SMS
@@ -63,7 +63,7 @@ def scratch(
     if refusal(dtype, cache_dtype or dtype, head_dim, page_size):
         return ArenaSpec()
     columns, tiles = block_columns(q_len * (num_heads // num_kv_heads), head_dim)
-    steps = most_steps(max_pages, page_size, q_len, window)
+    steps = compute_max_steps(max_pages, page_size, q_len, window)
     pairs = batch * num_kv_heads
     parts = num_parts(
         pairs, steps, columns=columns, tiles=tiles, head_dim=head_dim, num_sms=NUM_SMS

@@ -111,7 +111,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         plgpu.barrier_wait(self.refs.loaded.at[self.wg, slot])
         scores = self._scores_of(slot, left)
         ahead = lambda: [self._values(slot, block) for block in range(self.blocks_ahead)]  # noqa: E731
-        top, total, p, rescale, begun = self._soften(i, top, total, scores, ahead)
+        top, total, p, rescale, begun = self._online_softmax(i, top, total, scores, ahead)
         scales = None
         if self.scaled:
             scales, largest = self._scales(slot, unit, left)
@@ -128,11 +128,11 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         following = self.part.numbers(piece.row, later + WARPGROUPS, piece.stop)
         return top, total, unit, accs, following
 
-    def _here(self, slot: jax.Array) -> Any:
+    def _get_kv_slot(self, slot: jax.Array) -> Any:
         return self.block.kv_smem.at[self.wg, slot]
 
     def _values(self, slot: jax.Array, block: int) -> jax.Array:
-        return self.fragments.values(self._here(slot), block)
+        return self.fragments.values(self._get_kv_slot(slot), block)
 
     def _clear_tail(self, left: jax.Array) -> None:
         """Does nothing: the tail was cleared before the scores, since keys are in registers."""
@@ -140,9 +140,9 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
     def _scores_of(self, slot: jax.Array, left: jax.Array) -> jax.Array:
         """Returns scores^T [64 tokens, N] with their scales, except the factor `of_rows`."""
         # The tail is cleared before the scores are exchanged, and so before it is read as values.
-        pl.when(left < PAGE)(lambda: self.fragments.clear(self._here(slot), left))
+        pl.when(left < PAGE)(lambda: self.fragments.clear(self._get_kv_slot(slot), left))
         if self.scaled:
-            self.fragments.turn_scales(self._here(slot), self.refs.score_smem.at[self.wg])
+            self.fragments.turn_scales(self._get_kv_slot(slot), self.refs.score_smem.at[self.wg])
         products = 1 + BLOCKS * self.scaled
         return pl.run_scoped(
             lambda *refs: self._products(refs, slot), *[self.scores_type] * products
@@ -151,7 +151,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
     def _products(self, refs: Any, slot: jax.Array) -> jax.Array:
         """Computes the products. With scales, the rope's product and each block's have one `ref`
         each."""
-        page, fragments, scaled = self._here(slot), self.fragments, self.scaled
+        page, fragments, scaled = self._get_kv_slot(slot), self.fragments, self.scaled
         q, q_rope = self.block.q_operands
         zero = unknown_zero()
         product(refs[0], fragments.rope(page), q_rope.at[zero])
@@ -179,7 +179,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         del left
         tokens = iota(self.cut.columns, 1)
         scores = self.refs.score_smem.at[self.wg]
-        return self.fragments.scales_of_keys(self._here(slot), scores, tokens, unit, SCORES)
+        return self.fragments.scales_of_keys(self._get_kv_slot(slot), scores, tokens, unit, SCORES)
 
     def _add_scaled(
         self, accs: Accumulators, p: jax.Array, rescale: jax.Array,
@@ -227,4 +227,4 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
             if not start:
                 begin(self._rescaled(accs))
             for i in range(start, start + self.versions) if scales else range(BLOCKS):
-                add(i, self._turned_p(i - start if scales else 0, zero))
+                add(i, self._transpose_p(i - start if scales else 0, zero))

@@ -42,8 +42,8 @@ from jaxattn.kernels.hopper.ptx import (
     i32,
     joined,
     load,
-    over_lanes,
     plus,
+    reduce_lanes,
     single,
     store,
     times,
@@ -102,13 +102,13 @@ def order_queries(q: jax.Array) -> jax.Array:
     return jnp.concatenate([blocks, rope], axis=-1)
 
 
-def _wide(four: Any, half: int) -> Any:
+def _e4m3_to_f16x2(four: Any, half: int) -> Any:
     """Returns two e4m3 numbers, the lower or upper half of a word, as float16."""
     code = "{ .reg .b16 x<2>; mov.b32 {x0, x1}, $1; cvt.rn.f16x2.e4m3x2 $0, "
     return asm_word(code + f"x{half}; }}", four, movable=True)
 
 
-def _turns(first: Any, second: Any, which: int) -> Any:
+def _select_bytes(first: Any, second: Any, which: int) -> Any:
     return asm_word(f"prmt.b32 $0, $1, $2, {which};", first, second, movable=True)
 
 
@@ -121,7 +121,7 @@ def _fragment(words: list[Any], shape: tuple[int, int], dtype: Any) -> Any:
 def _wide_keys(words: list[list[Any]]) -> list[Any]:
     """Widens two tokens' words, in the order of a fragment's registers."""
     return [
-        _wide(words[row][step], half)
+        _e4m3_to_f16x2(words[row][step], half)
         for step in range(len(words[0]))
         for half in range(2)
         for row in range(2)
@@ -165,7 +165,7 @@ def _rope(page: Any, lines: Fp8PageLayout, scaled: bool) -> Any:
     return _fragment(in_order, (PAGE, ROPE), ir.BF16Type.get())
 
 
-def _turned(warp: Any, block: Any, four: Any) -> Any:
+def _compute_scale_offset(warp: Any, block: Any, four: Any) -> Any:
     """The byte offset from a warp's first scale to those of four of its tokens for a block, after
     `_turn_scales`: in the place of its token 4 (block ^ warp) + four. Of lanes that read 16 bytes
     each, the hardware serves eight at a time. These eight are two neighboring warps' reads of one
@@ -187,12 +187,12 @@ def _turn_scales(page: Any, scores: Any) -> None:
     _sync_warp()
     words = [load(page, mine, RANK + 8 * row * ROW_BYTES, 1)[0] for row in range(2)]
     _sync_warp()  # all lanes have read their scales
-    to = plus(tokens, _turned(place.warp, place.t, arith.shrui(place.g, word(2))))
+    to = plus(tokens, _compute_scale_offset(place.warp, place.t, arith.shrui(place.g, word(2))))
     to = plus(to, times(arith.andi(place.g, word(3)), 4))
     for row, x in enumerate(words):
         store(x, page, to, RANK + 2 * row * ROW_BYTES)
     both = [arith.bitcast(f32(), x) for x in words]
-    most = over_lanes(arith.maxnumf, arith.maxnumf(*both), 32)
+    most = reduce_lanes(arith.maxnumf, arith.maxnumf(*both), 32)
     with utils.when(arith.cmpi(arith.CmpIPredicate.eq, plus(place.g, place.t), word(0))):
         store(most, scores, times(place.warp, 4), LARGEST)
     _sync_warp()
@@ -202,7 +202,9 @@ def _plus_scaled(scores: Any, product: Any, page: Any, block: int) -> Any:
     place = WarpgroupThread()
     two, contract = ir.VectorType.get((2,), f32()), arith.FastMathFlags.contract
     token = plus(times(place.warp, 16 * ROW_BYTES), times(arith.andi(place.g, word(3)), 4))
-    token = plus(token, _turned(place.warp, word(block), arith.shrui(place.g, word(2))))
+    token = plus(
+        token, _compute_scale_offset(place.warp, word(block), arith.shrui(place.g, word(2)))
+    )
     of_rows = []
     for row in range(2):
         (scale,) = load(page, token, RANK + 2 * row * ROW_BYTES, 1)
@@ -220,7 +222,7 @@ def _scales_of_keys(page: Any, scores: Any, tokens: Any, largest: Any) -> Any:
     warp, four = arith.shrui(first, word(4)), arith.andi(arith.shrui(first, word(2)), word(3))
     of_blocks = []
     for block in range(BLOCKS):
-        at = plus(times(warp, 16 * ROW_BYTES), _turned(warp, word(block), four))
+        at = plus(times(warp, 16 * ROW_BYTES), _compute_scale_offset(warp, word(block), four))
         of_blocks.append([arith.bitcast(f32(), x) for x in load(page, at, RANK, 4)])
     most, *others = (arith.bitcast(f32(), x) for x in load(scores, word(0), LARGEST, 4))
     for x in others:
@@ -247,9 +249,11 @@ def _values(page: Any, lines: Fp8PageLayout, block: int) -> Any:
             at = plus(inside, times(here, 16), times(place.t, 2 * lines.pitch))
             fixed = block * lines.block + (8 * pair + i) * lines.pitch
             words += load(page, at, fixed, 1)
-        pairs.append([_turns(words[0], words[1], which) for which in (LOW_BYTES, HIGH_BYTES)])
+        pairs.append(
+            [_select_bytes(words[0], words[1], which) for which in (LOW_BYTES, HIGH_BYTES)]
+        )
     wide = [
-        _wide(pairs[pair][j], h)
+        _e4m3_to_f16x2(pairs[pair][j], h)
         for j in range(2)
         for pair in range(PAGE // 8)
         for h in range(2)
@@ -403,7 +407,7 @@ def _row_exponent(words: list[Any]) -> Any:
     for pair in words:
         for x in (pair, arith.shli(pair, word(16))):
             most = arith.maxui(most, arith.andi(x, word(0x7FFFFFFF)))
-    return arith.shrui(over_lanes(arith.maxui, most, 32), word(23))
+    return arith.shrui(reduce_lanes(arith.maxui, most, 32), word(23))
 
 
 def _power(biased: Any) -> Any:

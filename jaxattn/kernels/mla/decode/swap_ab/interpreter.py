@@ -85,9 +85,10 @@ class InterpretedSwapAbMainloop(SwapAbMainloop):
         self, accs: Accumulators, p: jax.Array, rescale: jax.Array, slot: jax.Array
     ) -> Accumulators:
         wide = lambda x: x[...].astype(jnp.float32)  # noqa: E731
-        accs, values = self._share_p(accs, p, rescale), self.block.kv_smem.at[slot]
+        accs, values = self._store_p(accs, p, rescale), self.block.kv_smem.at[slot]
         return tuple(
-            acc + jnp.dot(wide(values)[:, i * BLOCK : (i + 1) * BLOCK].T, wide(self._turned_p(0)))
+            acc
+            + jnp.dot(wide(values)[:, i * BLOCK : (i + 1) * BLOCK].T, wide(self._transpose_p(0)))
             for i, acc in enumerate(accs)
         )
 

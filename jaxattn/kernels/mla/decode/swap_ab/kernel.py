@@ -63,7 +63,7 @@ class SwapAbKernel(SwapAbCta):
         row = place.row
         refs, scaled = self.refs, self.cut.latents.block_scaled
         pl.when(place.number != self.part.begin[0])(lambda: self._load_first(place, start, steps))
-        pages = self._pages(self._mine(place, start, steps))
+        pages = self._pages(self._select_pages(place, start, steps))
         pl.when(jnp.logical_not(begun))(self._write_empty_rows)
         pages.see(*self._seen(row))
         plgpu.barrier_wait(refs.q_loaded)
@@ -79,7 +79,9 @@ class SwapAbKernel(SwapAbCta):
         )  # fmt: skip
         return jnp.bool_(True)
 
-    def _mine(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> SwapAbWorkTile:
+    def _select_pages(
+        self, place: SchedulePosition, start: jax.Array, steps: jax.Array
+    ) -> SwapAbWorkTile:
         """The pages of a piece that this warpgroup takes."""
         taken = lax.div(steps + 1 - self.wg, WARPGROUPS)
         return SwapAbWorkTile(place.row, start + self.wg, start + steps, taken)
@@ -88,7 +90,7 @@ class SwapAbKernel(SwapAbCta):
         """Starts the copies of a piece's queries and first pages. Those of a part's first piece
         come before everything else, so that what is computed once for all pages overlaps with them.
         """
-        pages = self._pages(self._mine(place, start, steps))
+        pages = self._pages(self._select_pages(place, start, steps))
         numbers = pages.first_numbers()
         issue_loads(interpret=self.cut.interpret)  # together with the row's length
         pl.when(steps > 0)(lambda: self._load_queries(place.row))

@@ -102,7 +102,7 @@ class SwapAbMainloop:
         piece, slot = self.piece, self._slot(numbers)
         run = functools.partial(self._scores, slot=slot)
         scores = pl.run_scoped(run, self.scores_type)
-        top, total, p, rescale, _ = self._soften(i, top, total, scores)
+        top, total, p, rescale, _ = self._online_softmax(i, top, total, scores)
         accs = self._add_values(accs, p, rescale, slot)
         page = piece.first + WARPGROUPS * (i + 1)
         warpgroup_barrier(interpret=self.cut.interpret)  # all four warps have read the page
@@ -134,7 +134,7 @@ class SwapAbMainloop:
             product(ref, page.at[:, pl.ds(RANK, ROPE)], q_rope.at[0])
         return ref[...]
 
-    def _soften(
+    def _online_softmax(
         self, i: jax.Array, top: jax.Array, total: jax.Array, scores: jax.Array,
         meanwhile: Callable[[], Any] = lambda: None,
     ) -> Any:  # fmt: skip
@@ -175,17 +175,17 @@ class SwapAbMainloop:
         """Returns the rescaled output plus P V, block by block."""
 
         def run(*refs: Any) -> Accumulators:
-            now = self._share_p(accs, p, rescale)
+            now = self._store_p(accs, p, rescale)
             for ref, acc in zip(refs, now, strict=True):
                 ref[...] = acc
             for i, ref in enumerate(refs):
                 values = self.block.kv_smem.at[slot].at[:, pl.ds(i * BLOCK, BLOCK)]
-                plgpu.wgmma(ref, values.transpose((1, 0)), self._turned_p(0))
+                plgpu.wgmma(ref, values.transpose((1, 0)), self._transpose_p(0))
             return tuple(ref[...] for ref in refs)
 
         return self._with_accumulators(run)
 
-    def _share_p(self, accs: Accumulators, p: jax.Array, rescale: jax.Array) -> Accumulators:
+    def _store_p(self, accs: Accumulators, p: jax.Array, rescale: jax.Array) -> Accumulators:
         """Stores P for the products, and returns the rescaled output."""
         self.refs.p_smem[self.wg, 0] = p.astype(self.cut.dtype)
         self.block.rescale_smem[self.wg] = rescale
@@ -201,5 +201,5 @@ class SwapAbMainloop:
         rescale = over_out(plgpu.load(here, layout=BY_COLUMN))
         return tuple(acc * rescale for acc in accs)
 
-    def _turned_p(self, version: int, zero: Any = 0) -> Any:
+    def _transpose_p(self, version: int, zero: Any = 0) -> Any:
         return self.refs.p_smem.at[self.wg + zero, version].transpose((1, 0))

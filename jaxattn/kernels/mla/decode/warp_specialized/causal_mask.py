@@ -38,7 +38,7 @@ class CausalMask:
         """The mask data after the scores are done."""
         return page
 
-    def all_seen(self, i: Any) -> jax.Array:
+    def all_visible(self, i: Any) -> jax.Array:
         """Whether every row sees the whole page."""
         seen = (self.start + i + 1) * PAGE <= self.length - (self.q_len - 1)
         return seen if self.queries is None else seen & (self.queries == self.q_len)

@@ -131,7 +131,7 @@ def _widen(
         scales, inside = of_block
         first = plus(times(plus(times(eights, 8), token), SCALE_BYTES), inside)
         loaded = [load(scales, first, 8 * i * SCALE_BYTES, 1, f32())[0] for i in range(2)]
-        of_eights = [_twice(scale) for scale in loaded]
+        of_eights = [_broadcast_bf16x2(scale) for scale in loaded]
     units = [(eight, tile) for eight in range(2) for tile in range(tiles)]
 
     def read(unit: int) -> list[Any]:
@@ -142,7 +142,7 @@ def _widen(
     for unit, (eight, tile) in enumerate(units):
         # The compiler moves no load before a store, so the next load is issued here.
         following = read(unit + 1) if unit + 1 < len(units) else []
-        wide = [half for four in words for half in _wide(four, of_eights[eight])]
+        wide = [half for four in words for half in _e4m3x4_to_bf16x2(four, of_eights[eight])]
         for i, at in enumerate(halves):
             store(joined(wide[4 * i : 4 * i + 4]), target, at, (eight * tiles + tile) * TILE)
         words = following
@@ -156,15 +156,15 @@ def _widen(
                         store(joined([word(0)] * 4), target, at, to)
 
 
-def _twice(scale: Any) -> Any:
+def _broadcast_bf16x2(scale: Any) -> Any:
     """Returns a float32 number as two bfloat16 ones; a power of two loses no bit."""
     code = "cvt.rn.bf16x2.f32 $0, $1, $1;"
     return asm(code, [i32()], [scale], "=r,f", movable=True)[0]
 
 
-def _wide(four: Any, scale: Any = None) -> list[Any]:
+def _e4m3x4_to_bf16x2(four: Any, scale: Any = None) -> list[Any]:
     """Returns four e4m3 numbers, a word, as two words of bfloat16; times the scale, a pair from
-    `_twice`."""
+    `_broadcast_bf16x2`."""
     scaled = "" if scale is None else "mul.rn.bf16x2 $0, $0, $3; mul.rn.bf16x2 $1, $1, $3; "
     code = (
         "{ .reg .b16 x<2>, h<4>; .reg .b32 w<2>; .reg .f32 f<4>; mov.b32 {x0, x1}, $2; "

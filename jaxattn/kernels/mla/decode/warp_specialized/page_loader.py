@@ -60,9 +60,9 @@ class PageLoader:
             at = jax.tree.map(functools.partial(jnp.where, self.is_right), at, before)
         self._load(quarter, at, into)
         if quarter == 1 and not self.cut.interpret:
-            self._ask_for_queries(*ahead[0])
+            self._prefetch_queries(*ahead[0])
 
-    def _ask_for_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
+    def _prefetch_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
         """Where a row begins, prefetches its queries into L2, three pages before they are
         loaded."""
 

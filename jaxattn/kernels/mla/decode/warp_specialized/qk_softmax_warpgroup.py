@@ -29,7 +29,7 @@ def _over_keys(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (TILE, PAGE), [0])
 
 
-def _before(slot: jax.Array) -> jax.Array:
+def _prev_slot(slot: jax.Array) -> jax.Array:
     return jnp.where(slot == 0, PAGES - 1, slot - 1)
 
 
@@ -161,14 +161,14 @@ class QkSoftmaxMainloop:
         sums = plgpu.layout_cast(jnp.zeros((TILE, PARTIAL), jnp.float32), LAYOUT)
         slot = lax.rem(self.before, PAGES)
         top, sums, slot = lax.fori_loop(0, steps, self._step, (zero + EMPTY, sums, slot))
-        self._hand_over(_before(slot))
+        self._signal_p_written(_prev_slot(slot))
         return top, sums.sum(axis=1)
 
     def _step(self, i: jax.Array, carry: Any) -> Any:
         """Stores page i's P and rescaling, and hands over those of the page before."""
         top, sums, slot = carry
         shared, page = self.scores.shared, self.mask.of_page(i)
-        last = lambda: pl.when(i > 0)(lambda: self._hand_over(_before(slot)))  # noqa: E731
+        last = lambda: pl.when(i > 0)(lambda: self._signal_p_written(_prev_slot(slot)))  # noqa: E731
         scores = self._product(i, slot, last)
 
         if self.places.held_back:
@@ -185,7 +185,7 @@ class QkSoftmaxMainloop:
         sums = sums * lax.broadcast_in_dim(rescale, sums.shape, [0]) + added
         return new_top, sums, jnp.where(slot == PAGES - 1, 0, slot + 1)
 
-    def _hand_over(self, slot: jax.Array) -> None:
+    def _signal_p_written(self, slot: jax.Array) -> None:
         fence_proxy_async(interpret=self.scores.cut.interpret)
         plgpu.barrier_arrive(self.scores.shared.p_written.at[slot])
 
@@ -242,4 +242,4 @@ class QkSoftmaxMainloop:
             return finished(new_top, jnp.exp2(scores - _over_keys(new_top)))
 
         growing = cut.scale > 0 or cut.latents.quantized
-        return lax.cond(self.mask.all_seen(page), plain if growing else masked, masked, scores)
+        return lax.cond(self.mask.all_visible(page), plain if growing else masked, masked, scores)
