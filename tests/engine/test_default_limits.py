@@ -159,6 +159,19 @@ def test_the_context_is_lowered_first_then_the_batch_then_the_chunk():
     assert any("fewer than a row needs" in each for each in tight.reasons)
 
 
+def test_a_step_packs_fewer_prompts_if_all_else_was_given():
+    given = Limits(batch=4, max_model_len=4096, prefill_chunk=1024)
+    assert chosen(given).limits.prefill_tokens == 8192
+    tight = chosen(given, memory=beside_weights(2), bounds=of_tokens(2**19))
+    limits = tight.limits
+    assert (limits.batch, limits.max_model_len, limits.prefill_chunk) == (4, 4096, 1024)
+    assert 1024 <= limits.prefill_tokens < 8192
+    temp = of_tokens(2**19)(limits)["the largest"].temp
+    assert temp + limits.pages_per_row * page_bytes(LITE.caches) < 2 * GIB
+    [reason] = [each for each in tight.reasons if each.startswith("prefill_tokens")]
+    assert f"{limits.prefill_tokens:,}" in reason and "fewer than a row needs" in reason
+
+
 def test_what_was_given_is_never_changed():
     draw = random.Random(3)
     sizes = {

@@ -6,8 +6,8 @@
 
 A GPU gets limits that serve many requests fast: the model's own context, the largest cache that
 fits, and 8,192 prompt tokens per step. If these do not fit, the search lowers first the context,
-then the batch, then the chunk. A CPU gets small sizes, which compile quickly. Given limits never
-change: if they do not fit, `prepare` raises a PlanError.
+then the batch, the chunk and the prompt tokens of a step. A CPU gets small sizes, which compile
+quickly. Given limits never change: if they do not fit, `prepare` raises a PlanError.
 """
 
 import dataclasses

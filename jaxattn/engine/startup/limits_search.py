@@ -85,7 +85,7 @@ class LimitsSearch:
         limits = self._fit_one_row(limits, {})
         known: Mapping[str, ExecutableMemory] = {}
         fits = self._fits(limits, known)
-        if fits and self.asked.unset & {"max_model_len", "batch", "prefill_chunk"}:
+        if fits and self.asked.unset & {"max_model_len", "batch", "prefill_chunk", "prefill_rows"}:
             # Tracing takes seconds, so it comes after the plan of only weights and state.
             known = self.bounds(limits)
             while (lower := self._fit_one_row(limits, known)) != limits:
@@ -212,7 +212,8 @@ class LimitsSearch:
         return limits
 
     def _fit_one_row(self, limits: Limits, known: Mapping[str, ExecutableMemory]) -> Limits:
-        """Lowers the batch, then the chunk, until a row of the shortest allowed context fits."""
+        """Lowers the batch, the chunk and the prompt tokens of a step, in this order, until a row
+        of the shortest allowed context fits."""
         asked = self.asked
         while (pages := self._pages(limits, known)) < _least_pages(asked, limits):
             if _can_halve(asked, limits):
@@ -221,6 +222,9 @@ class LimitsSearch:
             elif "prefill_chunk" in asked.unset and _halve_chunk(asked, limits) != limits:
                 limits = _halve_chunk(asked, limits)
                 name, value = "prefill_chunk", limits.prefill_chunk
+            elif _halve_prefill_tokens(asked, limits) != limits:
+                limits = _halve_prefill_tokens(asked, limits)
+                name, value = "prefill_tokens", limits.prefill_tokens
             else:
                 break
             why = f"with more, only {pages:,} pages would be left, fewer than a row needs"
@@ -331,3 +335,11 @@ def _halve_chunk(asked: Limits, limits: Limits) -> Limits:
     if "prefill_buckets" in asked.unset:
         changed["prefill_buckets"] = _below(limits.prefill_buckets, chunk)
     return dataclasses.replace(limits, **changed)
+
+
+def _halve_prefill_tokens(asked: Limits, limits: Limits) -> Limits:
+    """Halves the tokens of a step that packs several prompts, down to one chunk."""
+    if asked.prefill_tokens is not None or limits.prefill_tokens is None:
+        return limits
+    tokens = max(limits.prefill_tokens // 2, limits.prefill_chunk)
+    return dataclasses.replace(limits, prefill_tokens=tokens)
