@@ -68,7 +68,7 @@ def compared() -> str:
         *others, last = sorted({row["model"] for row in found}) or [""]
         models = f"{', '.join(others)} and {last}" if others else last
         if found:
-            said = said.replace(" measures ", " measures (times and tokens per second) ", 1)
+            said = said.replace(" measures ", " [measures](docs/performance.md#whole-requests) ", 1)
             lines.append(f"- {models} with {_options(options)}: {said}")
             lines += [f"    - {each}" for each in lost if options != DEFAULT]
     return "\n".join(lines)

@@ -93,10 +93,10 @@ def test_runs_beside_vllm_have_a_table_and_a_line_for_their_options(tmp_path, mo
         "| --- | --- | --- |",
         "| M | **1.00 ms**, 3.00 ms | 5.00 ms, **4.00 ms** |",
         "",
-        "- M with default options: jaxattn is faster than vLLM in 1 of 2 measures "
-        "(times and tokens per second) and slower in 1.",
-        "- M with chunks of 2: jaxattn is faster than vLLM in 1 of 2 measures "
-        "(times and tokens per second) and slower in 1.",
+        "- M with default options: jaxattn is faster than vLLM in 1 of 2 "
+        "[measures](docs/performance.md#whole-requests) and slower in 1.",
+        "- M with chunks of 2: jaxattn is faster than vLLM in 1 of 2 "
+        "[measures](docs/performance.md#whole-requests) and slower in 1.",
         "    - M, 256 requests, s: jaxattn loses, 0.75 times as fast",
     ]
     assert TABLES["serve"]().splitlines()[2:] == [
