@@ -96,14 +96,14 @@ def serve(
     try:
         whole = uvicorn_server.run(
             ServedModel(
-                make=make,
+                make_engine=make,
                 tokenizer=tokenizer,
                 limits=limits,
                 vocab_size=model.vocab_size,
                 hidden_size=model.hidden_shape.shape[0],
                 embedding=embedding,
                 defaults=defaults(options, tokenizer.defaults),
-                longest=model.max_position_embeddings,
+                context_length=model.max_position_embeddings,
                 progress=display.tasks,
             ),
             settings,
