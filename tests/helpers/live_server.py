@@ -41,8 +41,8 @@ class ChatBytes(ByteTokenizer):
         template = TemplateFile(source=TEMPLATE, path=Path("chat_template.jinja"))
         settings = TextSettings(
             folder=Path("folder"),
-            named={},
-            more=(),
+            special_tokens={},
+            additional_special_tokens=(),
             add_bos=None,
             eos_ids=(),
             defaults=SamplingDefaults(),
