@@ -58,7 +58,7 @@ class RendererProcess:
         Raises:
             TextError: If the template is damaged, rejects the messages, or exceeds a limit.
         """
-        request = {"source": source, "variables": variables, "max_characters": self.max_characters}
+        request = {"source": source, "variables": variables, "most": self.max_characters}
         try:
             data = packed(request)
         except (TypeError, ValueError, RecursionError) as error:

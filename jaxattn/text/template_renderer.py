@@ -178,7 +178,7 @@ def _readable_call(call: Any) -> Any:
 def answer(request: dict[str, Any]) -> dict[str, str]:
     """Returns the text under "text", or the reason of an error under "failed" or "refused"."""
     try:
-        return {"text": render(request["source"], request["variables"], request["max_characters"])}
+        return {"text": render(request["source"], request["variables"], request["most"])}
     except OutputTooLong:
         return {"failed": f"wrote more than {request['most']:,} characters"}
     except MemoryError:

@@ -87,9 +87,9 @@ class TokenRules:
     """The rules of one row, which implement the engine's `Grammar`.
 
     Args:
-        least: The minimum number of tokens before one of `stops`.
-        allowed: The ids of the allowed tokens; None for all.
-        bad: The forbidden sequences of tokens.
+        min_tokens: The minimum number of tokens before one of `stops`.
+        allowed_token_ids: The ids of the allowed tokens; None for all.
+        bad_words: The forbidden sequences of tokens.
         stops: The row's stop tokens.
     """
 

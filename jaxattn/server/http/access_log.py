@@ -18,7 +18,7 @@ class AccessLog:
     """ASGI middleware that logs each request at its end, and sets the `x-request-id` header.
 
     Args:
-        written: Whether to log. The header is set in any case.
+        enabled: Whether to log. The header is set in any case.
     """
 
     def __init__(self, app: ASGIApp, *, enabled: bool):

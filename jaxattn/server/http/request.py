@@ -37,7 +37,7 @@ class HttpRequest:
     """A request and its response.
 
     Attributes:
-        begun: Whether the response's status has been sent.
+        response_started: Whether the response's status has been sent.
         complete: Whether the response's last byte has been sent.
         log: Additional fields of the request's access log line.
         errors: The error format of the called API.
@@ -170,7 +170,7 @@ class Endpoint:
     """An ASGI application that runs one handler, sends its errors, and ignores disconnects.
 
     Args:
-        refused: Called with the status of each error response.
+        on_rejected: Called with the status of each error response.
     """
 
     def __init__(

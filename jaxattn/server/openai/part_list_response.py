@@ -27,7 +27,7 @@ class PartsForm(AnswerForm):
         content: The API's name for a part with text.
         parts: The parts so far. The subclass decides whether this includes the open part.
         kind: The kind of the open part, `thoughts` or `content`; None if no part is open.
-        last: The last piece; None until it arrives.
+        last_chunk: The last piece; None until it arrives.
     """
 
     thoughts: str

@@ -159,7 +159,7 @@ class EngineWorker:
     """The owner of the device thread and its engine. The thread calls all callbacks.
 
     Args:
-        make: Creates and starts the engine, which takes seconds to minutes.
+        make_engine: Creates and starts the engine, which takes seconds to minutes.
         on_ready: Called when the engine runs.
         on_report: Called with the outputs of each step.
         on_end: Called at the thread's end, with its error or None.

@@ -35,8 +35,8 @@ class ResponseStore:
     """An LRU cache of responses.
 
     Args:
-        most: The maximum number of responses.
-        most_bytes: The maximum total size.
+        max_responses: The maximum number of responses.
+        max_bytes: The maximum total size.
     """
 
     def __init__(self, max_responses: int = MOST_RESPONSES, max_bytes: int = MOST_BYTES):
@@ -45,7 +45,7 @@ class ResponseStore:
         self._response_ids: dict[str, str] = {}
 
     def put(self, response: dict[str, Any], items: list[Any]) -> None:
-        """Stores a response and the items that it answered, unless it exceeds `most_bytes`."""
+        """Stores a response and the items that it answered, unless it exceeds `max_bytes`."""
         output = response["output"]
         ids = tuple(item["id"] for item in output)
         stored = StoredResponse(orjson.dumps(response), orjson.dumps([*items, *output]), ids)

@@ -18,8 +18,8 @@ class Watchdog:
 
     Args:
         get_step_seconds: Returns the seconds that the current step has taken.
-        most: The maximum seconds of a step.
-        end: Called when a step exceeds `most`; by default, it dumps all stacks and exits.
+        max_seconds: The maximum seconds of a step.
+        end: Called when a step exceeds `max_seconds`; by default, it dumps all stacks and exits.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class WeightedHistogram(Collector):
     """A histogram whose buckets include their upper bounds.
 
     Args:
-        said: The help text.
+        documentation: The help text.
         model: The value of the label `model_name`.
         bounds: The buckets' upper bounds, in ascending order, without infinity.
     """

@@ -31,8 +31,8 @@ class MarkSet:
     Attributes:
         pattern: The pattern that finds the first mark in a text.
         prefixes: The proper prefixes of all marks.
-        first: The first character of the first mark.
-        firsts: The pattern that finds the first character of any mark.
+        first_character: The first character of the first mark.
+        first_characters: The pattern that finds the first character of any mark.
     """
 
     def __init__(self, marks: tuple[str, ...]):
