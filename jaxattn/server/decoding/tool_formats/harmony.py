@@ -34,7 +34,7 @@ class HarmonyFormat:
     """The format <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"""
 
     name = "harmony"
-    shown = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+    visible_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
     frame = CallFrame(
         call_begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}",
         call_end="",
