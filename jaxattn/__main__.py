@@ -37,22 +37,22 @@ def run(command: str, *arguments: str) -> int:
     return bench([*arguments])
 
 
-def show_commands(given: Sequence[str]) -> int:
+def show_commands(arguments: Sequence[str]) -> int:
     parser = OptionParser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [-h] [--version] [{{{','.join(COMMANDS)}}} ...]",
         description="Runs a command of this package, or prints the list of commands.",
     )
     parser.add_argument("--version", action="version", version=VERSION)
-    _, unknown = parser.parse_known_args(given)
+    _, unknown = parser.parse_known_args(arguments)
     if unknown:
         *others, last = COMMANDS
         raise InputError(
             f"{unknown[0]!r} is not a command; the first argument must be {', '.join(others)} or "
             f"{last}"
         )
-    for name, what in COMMANDS.items():
-        print(f"{PROGRAM}.{name:<6} {what}")
+    for name, description in COMMANDS.items():
+        print(f"{PROGRAM}.{name:<6} {description}")
     print(
         "Each command has --help. The installed scripts are jaxattn-serve, jaxattn-plan, "
         "jaxattn-bench."

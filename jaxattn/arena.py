@@ -117,12 +117,14 @@ class ArenaSpec:
             region = dataclasses.replace(region, offset=sizes.get(region.dtype, 0))
             placed.append((name, region))
             sizes[region.dtype] = region.end
-        kept = {name: _region(op, name, value) for name, value in (persistent or {}).items()}
-        if both := sorted(kept.keys() & regions.keys()):
+        persistent_regions = {
+            name: _region(op, name, value) for name, value in (persistent or {}).items()
+        }
+        if shared_names := sorted(persistent_regions.keys() & regions.keys()):
             raise ArenaError(
-                f"{op}: {both} name both regions and persistent buffers; rename one of each"
+                f"{op}: {shared_names} name both regions and persistent buffers; rename one of each"
             )
-        return cls(op, _items(sizes), tuple(placed), _items(kept))
+        return cls(op, _items(sizes), tuple(placed), _items(persistent_regions))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -150,8 +152,11 @@ class ArenaSpec:
         return self._combine(other, operator.add)
 
     def _combine(self, other: "ArenaSpec", elements: Any) -> "ArenaSpec":
-        mine, others = self.sizes, other.sizes
-        lanes = {d: elements(mine.get(d, 0), others.get(d, 0)) for d in mine.keys() | others.keys()}
+        own_sizes, other_sizes = self.sizes, other.sizes
+        lanes = {
+            d: elements(own_sizes.get(d, 0), other_sizes.get(d, 0))
+            for d in own_sizes.keys() | other_sizes.keys()
+        }
         persistent = dict(self.persistent)
         for name, region in other.persistent:
             if persistent.setdefault(name, region) != region:
@@ -221,17 +226,19 @@ class Arena:
 
     def check(self, spec: ArenaSpec) -> None:
         """Raises ArenaError unless the arena has room for `spec`."""
-        for dtype, asked in spec.lanes:
-            held = self.lanes[dtype].size - self._start(dtype) if dtype in self.lanes else 0
-            if asked > held or dtype not in self.lanes:
-                past = ""
+        for dtype, num_required in spec.lanes:
+            num_available = (
+                self.lanes[dtype].size - self._start(dtype) if dtype in self.lanes else 0
+            )
+            if num_required > num_available or dtype not in self.lanes:
+                first_misfit = ""
                 for name, region in reversed(spec.regions):
-                    if region.dtype == dtype and region.end > held:
-                        past = f"region {name!r} {region} does not fit: "
+                    if region.dtype == dtype and region.end > num_available:
+                        first_misfit = f"region {name!r} {region} does not fit: "
                 width = jnp.dtype(dtype).itemsize
                 raise ArenaError(
-                    f"{spec.op}: {past}the spec needs {asked * width:,} bytes of {dtype} scratch, "
-                    f"but the arena has {held * width:,}. {_NO_GROWTH}"
+                    f"{spec.op}: {first_misfit}the spec needs {num_required * width:,} bytes of "
+                    f"{dtype} scratch, but the arena has {num_available * width:,}. {_NO_GROWTH}"
                 )
         for name, region in spec.persistent:
             buffer = self.persistent.get(name)
@@ -249,12 +256,12 @@ class Arena:
         Raises:
             ArenaError: the arena is too small for `spec`, or `spec` has no such region.
         """
-        region, first = self._find(spec, name)
+        region, start = self._find(spec, name)
         if name in dict(spec.persistent):
             return self.persistent[name]
         lane = self.lanes[region.dtype]
         if region.size != lane.size:
-            lane = lax.slice(lane, (first,), (first + region.size,))
+            lane = lax.slice(lane, (start,), (start + region.size,))
         return lane.reshape(region.shape)
 
     def write(self, spec: ArenaSpec, name: str, value: Array) -> Self:
@@ -264,7 +271,7 @@ class Arena:
             ArenaError: as in `read`; the value's shape or dtype differs from the region's; or the
                 region starts after 2^31 elements.
         """
-        region, first = self._find(spec, name)
+        region, start = self._find(spec, name)
         if (value.shape, value.dtype.name) != (region.shape, region.dtype):
             raise ArenaError(
                 f"{spec.op}: region {name!r} is {region}, but the value is {_describe(value)}; "
@@ -275,15 +282,15 @@ class Arena:
         lane = self.lanes[region.dtype]
         if region.size == lane.size:
             return self._with(region.dtype, value.reshape(-1))
-        if first > _MAX_START:
+        if start > _MAX_START:
             raise ArenaError(
-                f"{spec.op}: region {name!r} starts at element {first:,} of the {region.dtype} "
+                f"{spec.op}: region {name!r} starts at element {start:,} of the {region.dtype} "
                 "lane, past XLA's int32 start indices; write it through lane and with_lane"
             )
         # Without it XLA takes a kernel that last wrote the lane for the source of this update, and
         # refuses to compile the fusion that it makes of both (jaxlib 0.11.2, "DUS target").
         lane = lax.optimization_barrier(lane)
-        lane = lax.dynamic_update_slice(lane, value.reshape(-1), (first,))
+        lane = lax.dynamic_update_slice(lane, value.reshape(-1), (start,))
         return self._with(region.dtype, lane)
 
     def lane(
@@ -299,15 +306,15 @@ class Arena:
             ArenaError: as in `read`; `width` does not divide the lane (powers of two up to 1024
                 do); or the region is persistent, which has its own buffer (use `read` and `write`).
         """
-        region, first = self._find(spec, name, in_lane=True)
+        region, start = self._find(spec, name, in_lane=True)
         lane = self.lanes[region.dtype]
-        if width < 1 or lane.size % width or first % width:
+        if width < 1 or lane.size % width or start % width:
             raise ArenaError(
                 f"{spec.op}: {width=} must divide the {lane.size:,} elements of the "
-                f"{region.dtype} lane and the {first:,} before {name!r}; powers of two up to "
+                f"{region.dtype} lane and the {start:,} before {name!r}; powers of two up to "
                 f"{ALIGNMENT} do"
             )
-        return lane.reshape(-1, width), first // width
+        return lane.reshape(-1, width), start // width
 
     def with_lane(self, spec: ArenaSpec, name: str, buffer: Shaped[Array, "rows width"]) -> Self:
         """The arena with the region's whole lane replaced by the output of a kernel that wrote to

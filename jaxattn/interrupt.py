@@ -34,14 +34,14 @@ def guard_command() -> None:
 
 def started_as() -> str | None:
     """Returns the command of this package that Python was started with; None in other programs."""
-    given, own = getattr(sys, "orig_argv", []), getattr(sys, "argv", [])
-    if not 0 < len(own) < len(given):
+    orig_argv, argv = getattr(sys, "orig_argv", []), getattr(sys, "argv", [])
+    if not 0 < len(argv) < len(orig_argv):
         return None
     # While `python -m name` imports the package, sys.argv[0] is a placeholder for the last word of
     # orig_argv that belongs to Python itself.
-    name = given[len(given) - len(own)].removeprefix("-m")
+    name = orig_argv[len(orig_argv) - len(argv)].removeprefix("-m")
     if name == "jaxattn":
-        return " ".join(["python -m jaxattn", *(word for word in own[1:2] if word in COMMANDS)])
+        return " ".join(["python -m jaxattn", *(word for word in argv[1:2] if word in COMMANDS)])
     if name in (f"jaxattn.{command}" for command in COMMANDS):
         return f"python -m {name}"
     script = os.path.basename(name)
@@ -137,26 +137,28 @@ def interrupts_raised() -> Iterator[InterruptRequest]:
 
     A second Ctrl-C ends the command at once. Outside of the context, the first one and SIGTERM do.
     """
-    asked = InterruptRequest()
+    request = InterruptRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield asked  # only the main thread can set signal handlers
+        yield request  # only the main thread can set signal handlers
         return
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, _: object) -> None:
-        asked.code = 128 + number
-        if before[signal.SIGINT] is end_process:
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
+        request.code = 128 + number
+        if previous_handlers[signal.SIGINT] is end_process:
+            signal.signal(signal.SIGINT, previous_handlers[signal.SIGINT])
             listen()
-        asked.check()
+        request.check()
 
     listen(False)
-    if before[signal.SIGINT] is not signal.SIG_IGN:  # ignored if a shell runs it in the background
+    if (
+        previous_handlers[signal.SIGINT] is not signal.SIG_IGN
+    ):  # ignored if a shell runs it in the background
         signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     try:
-        yield asked
+        yield request
     finally:
-        for each, handler in before.items():
+        for each, handler in previous_handlers.items():
             signal.signal(each, handler or signal.SIG_DFL)
         listen()

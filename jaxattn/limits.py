@@ -141,11 +141,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            small = _SMALL.get(name) if value is None else None
-            object.__setattr__(self, name, _plain(value) if small is None else small)
+            unset_value = _SMALL.get(name) if value is None else None
+            object.__setattr__(self, name, _plain(value) if unset_value is None else unset_value)
         if isinstance(self.batch, UnsetInt) and is_integer(self.groups) and self.groups > 1:
-            shared = -(-self.batch // self.groups) * self.groups
-            object.__setattr__(self, "batch", UnsetInt(shared))
+            rounded_batch = -(-self.batch // self.groups) * self.groups
+            object.__setattr__(self, "batch", UnsetInt(rounded_batch))
         for name in ("decode_buckets", "prefill_buckets", "q_lens"):
             if not isinstance(getattr(self, name), tuple):
                 raise TypeError(
@@ -182,10 +182,16 @@ class Limits:
                     f"steps_per_round={self.steps_per_round} runs without drafts, but "
                     f"speculate={self.speculate}; leave one of them out"
                 )
-        zero = {"cache_format", "native_layers", "prefix_cache", "checkpoints", "speculate"}
-        zero |= {"speculate_by", "reproducible", "mixed_tokens", "reserved_bytes"}
+        checked_separately = {
+            "cache_format",
+            "native_layers",
+            "prefix_cache",
+            "checkpoints",
+            "speculate",
+        }
+        checked_separately |= {"speculate_by", "reproducible", "mixed_tokens", "reserved_bytes"}
         for name, value in dataclasses.asdict(self).items():
-            if name in zero:
+            if name in checked_separately:
                 continue
             if value is None and name in _OPTIONAL:
                 continue
@@ -205,12 +211,13 @@ class Limits:
                     f"batch={self.batch} and decode_buckets={self.decode_buckets} must be "
                     f"multiples of the {self.groups} data groups; {rows} is not"
                 )
-        for name, whole in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
-            if isinstance(getattr(self, whole), UnsetInt):
+        for name, upper_name in (("decode_buckets", "batch"), ("prefill_buckets", "prefill_chunk")):
+            if isinstance(getattr(self, upper_name), UnsetInt):
                 continue  # `choose_limits` chooses a value that is large enough
-            if max(getattr(self, name), default=0) > getattr(self, whole):
+            if max(getattr(self, name), default=0) > getattr(self, upper_name):
                 raise ValueError(
-                    f"{name}={getattr(self, name)} must be at most {whole}={getattr(self, whole)}"
+                    f"{name}={getattr(self, name)} must be at most "
+                    f"{upper_name}={getattr(self, upper_name)}"
                 )
         if self.mixed_tokens is not None:
             check_sizes("Limits", least=0, mixed_tokens=self.mixed_tokens)
@@ -315,8 +322,8 @@ class Limits:
     @property
     def chunks(self) -> tuple[int, ...]:
         """Tokens that prefill executables read of one row, ascending."""
-        longest = min(self.prefill_chunk, self.max_model_len)
-        return tuple(sorted({*(min(b, longest) for b in self.prefill_buckets), longest}))
+        chunk_tokens = min(self.prefill_chunk, self.max_model_len)
+        return tuple(sorted({*(min(b, chunk_tokens) for b in self.prefill_buckets), chunk_tokens}))
 
     @property
     def line_tokens(self) -> int:
@@ -331,13 +338,13 @@ class Limits:
     @property
     def prefill_sizes(self) -> tuple[int, ...]:
         """Prompt tokens per data group of the prefill executables, ascending, in whole lines."""
-        longest, line = self.chunks[-1], self.line_tokens
-        whole = self.prompt_rows * longest
-        most = self.prefill_tokens or (longest if self.reproducible else whole)
-        most = max(min(most, whole), longest)
+        chunk_tokens, line = self.chunks[-1], self.line_tokens
+        all_rows_tokens = self.prompt_rows * chunk_tokens
+        max_tokens = self.prefill_tokens or (chunk_tokens if self.reproducible else all_rows_tokens)
+        max_tokens = max(min(max_tokens, all_rows_tokens), chunk_tokens)
         # In exact mode only one size is compiled, with room for whole chunks of several prompts.
         several = () if self.reproducible else self.chunks
-        sizes = {-(-size // line) * line for size in (*several, most)}
+        sizes = {-(-size // line) * line for size in (*several, max_tokens)}
         if self.mixed_tokens and self.mixes and self.mixed_tokens < min(sizes):
             sizes.add(max(self.mixed_tokens // line, 1) * line)
         return tuple(sorted(sizes))
@@ -352,8 +359,8 @@ class Limits:
     def mixed_sizes(self) -> tuple[int, ...]:
         """The sizes among `prefill_sizes` that a mixed step may have."""
         sizes = self.prefill_sizes
-        most = self.mixed_tokens or sizes[-1]
-        return tuple(size for size in sizes if size <= most) or sizes[:1]
+        max_tokens = self.mixed_tokens or sizes[-1]
+        return tuple(size for size in sizes if size <= max_tokens) or sizes[:1]
 
 
 # Limits that may stay None: the pages imply them, or `choose_limits` or `prepare` sets them.

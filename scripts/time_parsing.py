@@ -38,8 +38,8 @@ VALUES = {
 def message(name: str) -> str:
     """A whole message in one format."""
     frame = FORMATS[name].frame
-    before = frame.before.replace("NAME", "write").replace("INDEX", "0")
-    call = VALUES.get(name) or f"{frame.begin}{before}{ARGUMENTS}{frame.after}{frame.end}"
+    before = frame.call_begin.replace("NAME", "write").replace("INDEX", "0")
+    call = VALUES.get(name) or f"{frame.begin}{before}{ARGUMENTS}{frame.call_end}{frame.end}"
     if name == "harmony":
         begin, final = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
         start = "<|end|><|start|>assistant"

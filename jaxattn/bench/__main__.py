@@ -324,17 +324,17 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code(PROGRAM, lambda: answer(sys.argv[1:] if argv is None else argv))
 
 
-def answer(given: list[str]) -> int:
-    if given and given[0] in COMMANDS:
-        return COMMANDS[given[0]](given[1:], PROGRAM)
-    args = parse(given)
+def answer(arguments: list[str]) -> int:
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:], PROGRAM)
+    args = parse(arguments)
     try:
         if args.plot:
             result_plot.require_matplotlib()  # fail before the measurements
         if args.what == "plot":
             result_plot.save(result_plot.load(args.run), args.plot)
         else:
-            run(args, given)
+            run(args, arguments)
     except result_plot.BenchPlotError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2

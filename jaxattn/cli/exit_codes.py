@@ -56,9 +56,9 @@ def exit_code(program: str, run: Callable[[], int]) -> int:
         interrupt.finished()
 
 
-def code_of(ended: KeyboardInterrupt) -> int:
+def code_of(interrupt: KeyboardInterrupt) -> int:
     """Returns 130 for Ctrl-C and 143 for SIGTERM."""
-    terminated = isinstance(ended, Terminated) or isinstance(ended.__cause__, Terminated)
+    terminated = isinstance(interrupt, Terminated) or isinstance(interrupt.__cause__, Terminated)
     return 128 + (signal.SIGTERM if terminated else signal.SIGINT)
 
 

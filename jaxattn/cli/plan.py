@@ -180,14 +180,14 @@ def run(options: argparse.Namespace) -> int:
         check_layout(options, parallel)
         if options.gpus > 1 and parallel.gpus == 1 and not counts_group(options):
             parallel = best_layout(model.name, model.model, memory, limits, options.gpus)
-        found, refused = make(model, memory, limits, placement, parallel)
+        memory_plan, plan_error = make(model, memory, limits, placement, parallel)
     except (DeviceError, ValueError) as error:
         raise InputError(in_options(error)) from error
     if naive:
-        rows = max(limits.q_lens) * (found.limits or limits).batch // parallel.data
+        rows = max(limits.q_lens) * (memory_plan.limits or limits).batch // parallel.data
         ways = placement.ways if parallel.gpus == 1 else parallel.tensor
-        naive = [*of_model(model, rows, ways, found["arena"]), *naive]
-    return report_plan(found, refused, options, naive)
+        naive = [*of_model(model, rows, ways, memory_plan["arena"]), *naive]
+    return report_plan(memory_plan, plan_error, options, naive)
 
 
 def counts_group(options: argparse.Namespace) -> bool:
@@ -205,12 +205,12 @@ def check_layout(options: argparse.Namespace, parallel: Parallel) -> None:
         )
     if parallel.gpus == 1:
         return
-    given = {
+    flags_given = {
         "--gpus": options.gpus not in (1, parallel.gpus),
         "--attention": options.attention is not None,
         "--cache-dtype": options.cache_dtype is not None,
     }
-    for flag in (flag for flag, wrong in given.items() if wrong):
+    for flag in (flag for flag, wrong in flags_given.items() if wrong):
         raise InputError(
             f"{flag} applies only to a plan without a layout, but {parallel.flags} is a layout of "
             f"{parallel.gpus} GPUs; leave {flag} out"
@@ -243,16 +243,16 @@ def read_model(options: argparse.Namespace) -> DecoderSizes:
     Raises:
         InputError: If there is no such model.
     """
-    given = options.model
-    shipped = given.lower() in map(str.lower, model_resolver.NAMES)
+    model_name = options.model
+    shipped = model_name.lower() in map(str.lower, model_resolver.NAMES)
     try:
-        if not shipped and (Path(given).expanduser().exists() or is_name(given)):
-            path, name = located(given, options.revision)
+        if not shipped and (Path(model_name).expanduser().exists() or is_name(model_name)):
+            path, name = located(model_name, options.revision)
             folder = read(path, None, None, options.dense, options.speculate_by == "mtp")
             return model_resolver.of_folder(name or path.name, folder)
         if options.revision:
-            raise InputError(f"--revision needs a name on the hub, but {given} is not one")
-        return model_resolver.load(given, options.dense, options.speculate_by == "mtp")
+            raise InputError(f"--revision needs a name on the hub, but {model_name} is not one")
+        return model_resolver.load(model_name, options.dense, options.speculate_by == "mtp")
     except (model_resolver.CatalogError, CheckpointError) as error:
         raise InputError(one_line(error)) from error
 

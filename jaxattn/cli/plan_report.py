@@ -34,67 +34,69 @@ def show_plan(model: Model, limits: Limits, options: argparse.Namespace) -> int:
     memory = device_memory(jax.devices()[0])
     if memory is None:
         raise InputError("--plan: this device does not report how much memory it has")
-    refused = None
+    plan_error = None
     try:
-        found = plan(model, memory, limits)
+        memory_plan = plan(model, memory, limits)
     except PlanError as error:
         assert error.plan is not None
-        found, refused = error.plan, error
-    return report_plan(found, refused, options)
+        memory_plan, plan_error = error.plan, error
+    return report_plan(memory_plan, plan_error, options)
 
 
 def report_plan(
-    found: MemoryPlan,
-    refused: Exception | None,
+    memory_plan: MemoryPlan,
+    plan_error: Exception | None,
     options: argparse.Namespace,
     naive: Sequence[ScratchComparison] = (),
 ) -> int:
     """Prints a plan to stdout, as a table or as JSON, draws it for --plot, and returns 0.
 
     Args:
-        refused: The error of a plan that does not fit; None if it fits.
+        plan_error: The error of a plan that does not fit; None if it fits.
         naive: The memory of other scratch designs, printed below the plan.
 
     Raises:
         InputError: If the plan does not fit, or cannot be drawn.
     """
     if options.json:
-        result = found.to_dict() | {"fits": refused is None}
+        result = memory_plan.to_dict() | {"fits": plan_error is None}
         if naive:
             result["naive"] = [vars(each) for each in naive]
         print(json.dumps(result), flush=True)
     else:
-        print_plan(_wide(Console(highlight=False)), found, naive)
+        print_plan(_wide(Console(highlight=False)), memory_plan, naive)
     if options.plot:
         try:
-            save_plot(found, options.plot)
+            save_plot(memory_plan, options.plot)
         except PlanPlotError as error:
             raise InputError(str(error)) from error
-    if refused is not None:
-        raise InputError(in_options(refused))
+    if plan_error is not None:
+        raise InputError(in_options(plan_error))
     return 0
 
 
-def plan_lines(found: MemoryPlan) -> Iterable[str]:
+def plan_lines(memory_plan: MemoryPlan) -> Iterable[str]:
     """Yields a summary of the memory plan: the total, its parts, the free memory and choices."""
-    yield f"memory plan for {found.title}: {found.total:,} bytes in total"
-    parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in found.items if item.nbytes]
+    yield f"memory plan for {memory_plan.title}: {memory_plan.total:,} bytes in total"
+    parts = [f"{item.name} {item.nbytes / MIB:,.2f}" for item in memory_plan.items if item.nbytes]
     yield f"  in MiB: {', '.join(parts)}"
-    left = ""
-    if found.budget is not None and found.reserve is not None:
-        left = f"{found.reserve / MIB:,.2f} MiB of {found.budget.device} stay free; "
-    yield f"  {left}--plan prints every line with its reason"
-    if found.choices:
-        chosen = ", ".join(choice.partition(":")[0] for choice in found.choices)
+    free_memory = ""
+    if memory_plan.budget is not None and memory_plan.reserve is not None:
+        free_memory = (
+            f"{memory_plan.reserve / MIB:,.2f} MiB of {memory_plan.budget.device} stay free; "
+        )
+    yield f"  {free_memory}--plan prints every line with its reason"
+    if memory_plan.choices:
+        chosen = ", ".join(choice.partition(":")[0] for choice in memory_plan.choices)
         yield f"  chosen: {chosen}"
 
 
 @contextlib.contextmanager
-def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None]:
+def refused_plan(messages: Console, on_refusal: Callable[[], None]) -> Iterator[None]:
     """A context that prints a plan that does not fit, and raises a one-line error with advice.
 
     Args:
-        before: Called before the plan is printed.
+        on_refusal: Called before the plan is printed.
 
     Raises:
         InputError: If the plan does not fit, or an implementation refuses the model.
@@ -102,7 +104,7 @@ def refused_plan(messages: Console, before: Callable[[], None]) -> Iterator[None
     try:
         yield
     except PlanError as error:
-        before()
+        on_refusal()
         if error.plan is not None:
             print_plan(_wide(messages), error.plan)
         raise InputError(in_options(error)) from error

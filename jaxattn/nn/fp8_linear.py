@@ -90,34 +90,34 @@ class ExtraFp8Weights(NamedTuple):
 
 
 def linears_with_extra(
-    x: Float[Array, "*T K"] | PendingNorm, module: Linear, beside: ExtraFp8Weights | None
+    x: Float[Array, "*T K"] | PendingNorm, module: Linear, extra: ExtraFp8Weights | None
 ) -> tuple[Float[Array, "*T N"], Float[Array, "*T M"]] | None:
-    """The products with a module's weights and with `beside`, in one launch.
+    """The products with a module's weights and with `extra`, in one launch.
 
     None if the kernel does not support the call.
     """
-    if beside is None or not isinstance(module, Fp8Linear):
+    if extra is None or not isinstance(module, Fp8Linear):
         return None
     weights, scales = _stacks(module)
     if not weights:
         return None
-    numbers = [weights[0].weights, beside.weights.weights]
-    scales, layer = [*scales, beside.scales.weights], weights[0].layer
-    out_dtypes = [module.out_dtype, beside.out_dtype]
-    if isinstance(x, PendingNorm) and x.serves(numbers, layer, scales):
-        one, other = x.linears(numbers, layer=layer, out_dtypes=out_dtypes, scales=scales)
-        return one, other
+    stacks = [weights[0].weights, extra.weights.weights]
+    scales, layer = [*scales, extra.scales.weights], weights[0].layer
+    out_dtypes = [module.out_dtype, extra.out_dtype]
+    if isinstance(x, PendingNorm) and x.serves(stacks, layer, scales):
+        y, extra_y = x.linears(stacks, layer=layer, out_dtypes=out_dtypes, scales=scales)
+        return y, extra_y
     if not _served(tokens_of(x), module):
         return None
-    one, other = linear_fp8_layer(
+    y, extra_y = linear_fp8_layer(
         tokens_of(x).astype(module.dtype),
-        numbers,
+        stacks,
         scales,
         layer=layer,
         out_dtypes=out_dtypes,
         implementation=weights[0].implementation,
     )
-    return one, other
+    return y, extra_y
 
 
 def gated(x: Float[Array, "*T K"], gate: Fp8Linear, up: Fp8Linear) -> Array | None:

@@ -112,8 +112,8 @@ class StackedWeight:
         spare_heads: int = 0,
     ) -> Float[Array, "*T H N"] | None:
         """`heads_layer` by the kernel, or None if the kernel does not support the call."""
-        behind = 0 if turned is None else turned[1].dim
-        if self.implementation == "xla" or not heads_serve(x, self.weights, behind):
+        rope_dim = 0 if turned is None else turned[1].dim
+        if self.implementation == "xla" or not heads_serve(x, self.weights, rope_dim):
             return None
         return heads_layer(
             x,
@@ -125,12 +125,12 @@ class StackedWeight:
         )
 
     def serves(
-        self, x: Array, dtype: jnp.dtype, *beside: "StackedWeight", gated: bool = False
+        self, x: Array, dtype: jnp.dtype, *others: "StackedWeight", gated: bool = False
     ) -> bool:
         """Whether the kernel supports x, which it rounds to `dtype`, and these weights."""
         if self.implementation == "xla" or self.weights.dtype != dtype:
             return False
-        return kernel_serves(x, [each.weights for each in (self, *beside)], gated=gated)
+        return kernel_serves(x, [each.weights for each in (self, *others)], gated=gated)
 
 
 class Linear(nnx.Module):
@@ -190,33 +190,36 @@ class Linear(nnx.Module):
             biases: one bias for each module, or none.
             give: whether a `PendingNorm` x keeps the normed token for other readers.
         """
-        places = [module.in_stack for module in modules if module.in_stack is not None]
+        stacked_weights = [module.in_stack for module in modules if module.in_stack is not None]
         out_dtypes = [module.out_dtype for module in modules]
         stacks = [each.in_stack.weights for each in biases if each.in_stack is not None]
-        of_biases = stacks if stacks and len(stacks) == len(modules) else None
-        left = () if of_biases else biases  # for `added_to`, if the launch does not add them
-        if of_biases:
+        stacked_biases = stacks if stacks and len(stacks) == len(modules) else None
+        # For `added_to`, if the launch does not add them.
+        separate_biases = () if stacked_biases else biases
+        if stacked_biases:
             out_dtypes = [each.out_dtype for each in biases]
         if isinstance(x, PendingNorm):
-            weights = [place.weights for place in places]
-            if len(places) == len(modules) and x.serves(weights, places[0].layer):
-                found = x.linears(
-                    weights, layer=places[0].layer, out_dtypes=out_dtypes, give=give,
-                    biases=of_biases,
+            weights = [place.weights for place in stacked_weights]
+            if len(stacked_weights) == len(modules) and x.serves(weights, stacked_weights[0].layer):
+                outputs = x.linears(
+                    weights, layer=stacked_weights[0].layer, out_dtypes=out_dtypes, give=give,
+                    biases=stacked_biases,
                 )  # fmt: skip
-                return added_to(found, left)
+                return added_to(outputs, separate_biases)
             x = tokens_of(x)
-        if len(places) < len(modules) or not places[0].serves(x, modules[0].dtype, *places[1:]):
+        if len(stacked_weights) < len(modules) or not stacked_weights[0].serves(
+            x, modules[0].dtype, *stacked_weights[1:]
+        ):
             return added_to(tuple(module(x) for module in modules), biases)
-        found = linear_layer(
+        outputs = linear_layer(
             x,
-            [place.weights for place in places],
-            layer=places[0].layer,
-            biases=of_biases,
+            [place.weights for place in stacked_weights],
+            layer=stacked_weights[0].layer,
+            biases=stacked_biases,
             out_dtypes=out_dtypes,
-            implementation=places[0].implementation,
+            implementation=stacked_weights[0].implementation,
         )
-        return added_to(found, left)
+        return added_to(outputs, separate_biases)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -264,31 +267,33 @@ def linears(
     kinds: dict[type[Linear], list[int]] = {}
     for number, module in enumerate(modules):
         kinds.setdefault(type(module), []).append(number)
-    found: dict[int, Array] = {}
+    outputs: dict[int, Array] = {}
     for kind, numbers in kinds.items():
-        ours = [modules[number] for number in numbers]
-        others = len(found) + len(ours) < len(modules)
-        own = [biases[number] for number in numbers] if biases else []
-        results = kind.together(x, *ours, biases=own, give=others)
-        found |= zip(numbers, results, strict=True)
-        x = tokens_of(x) if others else x  # no other launch computes the norm again
-    return tuple(found[number] for number in range(len(modules)))
+        same_kind_modules = [modules[number] for number in numbers]
+        has_more = len(outputs) + len(same_kind_modules) < len(modules)
+        same_kind_biases = [biases[number] for number in numbers] if biases else []
+        results = kind.together(x, *same_kind_modules, biases=same_kind_biases, give=has_more)
+        outputs |= zip(numbers, results, strict=True)
+        x = tokens_of(x) if has_more else x  # no other launch computes the norm again
+    return tuple(outputs[number] for number in range(len(modules)))
 
 
 def _split(x: Float[Array, "*T K"], *modules: Linear) -> tuple[Float[Array, "*T N"], ...]:
     """`module(part)` for each module and its part of x, in one launch if all are in stacks."""
     parts = jnp.split(x, len(modules), axis=-1)
-    places = [module.in_stack for module in modules if module.in_stack is not None]
-    plain = len(places) == len(modules) and all(type(module) is Linear for module in modules)
-    if not plain or not places[0].serves(parts[0], modules[0].dtype, *places[1:]):
+    stacked_weights = [module.in_stack for module in modules if module.in_stack is not None]
+    plain = len(stacked_weights) == len(modules) and all(
+        type(module) is Linear for module in modules
+    )
+    if not plain or not stacked_weights[0].serves(parts[0], modules[0].dtype, *stacked_weights[1:]):
         return tuple(module(part) for module, part in zip(modules, parts, strict=True))
     return linear_layer(
         x,
-        [place.weights for place in places],
-        layer=places[0].layer,
+        [place.weights for place in stacked_weights],
+        layer=stacked_weights[0].layer,
         out_dtypes=[module.out_dtype for module in modules],
         split=True,
-        implementation=places[0].implementation,
+        implementation=stacked_weights[0].implementation,
     )
 
 

@@ -54,13 +54,17 @@ class GatedMLP(nnx.Module):
         check_features("GatedMLP", x, "hidden", "gate_proj", features, 0)
         with jax.named_scope("mlp"):
             if isinstance(self.gate_proj, Fp8Linear) and isinstance(self.up_proj, Fp8Linear):
-                made = gated(x, self.gate_proj, self.up_proj)
-                return self.down_proj(self._swiglu_unfused(x) if made is None else made)
+                fused_hidden = gated(x, self.gate_proj, self.up_proj)
+                return self.down_proj(
+                    self._swiglu_unfused(x) if fused_hidden is None else fused_hidden
+                )
             if isinstance(self.gate_proj, FourBitLinear) and isinstance(
                 self.up_proj, FourBitLinear
             ):
-                made = gated_four_bit(x, self.gate_proj, self.up_proj)
-                return self.down_proj(self._swiglu_unfused(x) if made is None else made)
+                fused_hidden = gated_four_bit(x, self.gate_proj, self.up_proj)
+                return self.down_proj(
+                    self._swiglu_unfused(x) if fused_hidden is None else fused_hidden
+                )
             gate, up = self.gate_proj.in_stack, self.up_proj.in_stack
             if gate and up and gate.serves(x, self.gate_proj.dtype, up, gated=True):
                 hidden = gated_layer(

@@ -37,12 +37,13 @@ class ExpertShare(NamedTuple):
     """The consecutive experts of one of several GPUs.
 
     Attributes:
-        first: the number of the GPU's first routed expert.
-        own_tokens: the tokens for which this GPU computes the shared experts, which every GPU has.
+        first_expert: the number of the GPU's first routed expert.
+        shared_expert_tokens: the tokens for which this GPU computes the shared experts, which every
+            GPU has.
     """
 
-    first: Int[Array, ""] | int
-    own_tokens: Bool[Array, "T"]
+    first_expert: Int[Array, ""] | int
+    shared_expert_tokens: Bool[Array, "T"]
 
 
 class MixtureOfExperts(nnx.Module):
@@ -128,10 +129,12 @@ class MixtureOfExperts(nnx.Module):
             self.correction_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
         self.has_biases = biases
         if biases:
-            own = experts if own_experts is None else own_experts
+            num_local_experts = experts if own_experts is None else own_experts
             self.router_bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
-            self.gate_up_bias = nnx.Param(jnp.zeros((own, 2 * expert_size), param_dtype))
-            self.down_bias = nnx.Param(jnp.zeros((own, hidden_size), param_dtype))
+            self.gate_up_bias = nnx.Param(
+                jnp.zeros((num_local_experts, 2 * expert_size), param_dtype)
+            )
+            self.down_bias = nnx.Param(jnp.zeros((num_local_experts, hidden_size), param_dtype))
         self.has_gate = shared_gate
         if shared_gate:
             self.shared_gate = nnx.Param(normal(rngs, (hidden_size, 1), stddev, jnp.float32))
@@ -211,35 +214,37 @@ class MixtureOfExperts(nnx.Module):
         """
         router, gate = stacks["router"], stacks.get("shared_gate")
         bias = stacks.get("router_bias")
-        halves = self.dtype == jnp.bfloat16
-        alone = arena is not None and share is None and not self.has_biases and self.form is None
+        is_bfloat16 = self.dtype == jnp.bfloat16
+        can_fuse_router = (
+            arena is not None and share is None and not self.has_biases and self.form is None
+        )
         if isinstance(x, PendingNorm):
             shape = jax.ShapeDtypeStruct((x.size // x.shape[-1], x.shape[-1]), self.dtype)
-            opened = alone and self._supports_fused_router(shape, stacks)
-            if opened and arena is not None:
+            fuses_router = can_fuse_router and self._supports_fused_router(shape, stacks)
+            if fuses_router and arena is not None:
                 return self._run_fused_router(x, stacks, layer, valid, arena, apart, implementation)
-            if halves and x.serves([router], layer):
+            if is_bfloat16 and x.serves([router], layer):
                 (logits,) = x.linears(
                     (router,), layer=layer, out_dtypes=[jnp.float32], give=True,
                     biases=None if bias is None else [bias],
                 )  # fmt: skip
                 logits = logits.reshape(shape.shape[0], -1)
                 return self._sum(
-                    tokens_of(x), stacks, layer, logits, halves, valid, share, arena, apart,
+                    tokens_of(x), stacks, layer, logits, is_bfloat16, valid, share, arena, apart,
                     implementation,
                 )  # fmt: skip
             x = tokens_of(x)
         tokens = x.reshape(-1, x.shape[-1]).astype(self.dtype)
-        if arena is not None and alone and self._supports_fused_router(tokens, stacks):
+        if arena is not None and can_fuse_router and self._supports_fused_router(tokens, stacks):
             return self._run_fused_router(x, stacks, layer, valid, arena, apart, implementation)
-        if halves:
+        if is_bfloat16:
             logits = router_products(x, router, layer, implementation, gates=gate, biases=bias)
         else:
-            of_layer = None if gate is None else gate[layer.index]
-            own = None if bias is None else bias[layer.index]
-            logits = self._exact_logits(x, router[layer.index], of_layer, own)
+            layer_gate = None if gate is None else gate[layer.index]
+            layer_bias = None if bias is None else bias[layer.index]
+            logits = self._exact_logits(x, router[layer.index], layer_gate, layer_bias)
         return self._sum(
-            x, stacks, layer, logits, halves, valid, share, arena, apart, implementation
+            x, stacks, layer, logits, is_bfloat16, valid, share, arena, apart, implementation
         )
 
     def _run_fused_router(
@@ -255,10 +260,10 @@ class MixtureOfExperts(nnx.Module):
         token = x if isinstance(x, PendingNorm) else x.reshape(1, -1).astype(self.dtype)
         ids, weights, listed, arena = self.open(token, stacks, layer, valid, arena, implementation)
         normed = tokens_of(token).reshape(1, -1)
-        y, after = self._mixed(
+        y, new_arena = self._mixed(
             normed, ids, weights, listed, stacks, layer, arena, apart, implementation
         )
-        return y if isinstance(y, ExpertOutputs) else y.reshape(x.shape), after
+        return y if isinstance(y, ExpertOutputs) else y.reshape(x.shape), new_arena
 
     def choose(
         self,
@@ -345,9 +350,9 @@ class MixtureOfExperts(nnx.Module):
             logits, halves, self.always, valid, biases, layer, implementation=implementation
         )
         # `choose` gives padding -1 and puts the shared experts after the routed ones.
-        routed, always = ids - share.first, ids - self.config.experts
+        routed, always = ids - share.first_expert, ids - self.config.experts
         own = (routed >= 0) & (routed < self.own_experts)
-        last = jnp.where(share.own_tokens[:, None], self.own_experts + always, -1)
+        last = jnp.where(share.shared_expert_tokens[:, None], self.own_experts + always, -1)
         return jnp.where(always >= 0, last, jnp.where(own, routed, -1)), weights
 
     def _sum(
@@ -389,8 +394,8 @@ class MixtureOfExperts(nnx.Module):
             return y, arena
         y = y.reshape(x.shape)
         if self.has_shared:
-            opening = self._shared_expert_gate(logits, halves).reshape(*x.shape[:-1], 1)
-            y = y + self.shared(x) * opening
+            shared_expert_gate = self._shared_expert_gate(logits, halves).reshape(*x.shape[:-1], 1)
+            y = y + self.shared(x) * shared_expert_gate
         return y, arena
 
     def _supports_fused_router(self, tokens: Any, stacks: Mapping[str, Array]) -> bool:
@@ -415,7 +420,7 @@ class MixtureOfExperts(nnx.Module):
         down_bias = stacks.get("down_bias")
         if down_bias is not None and self.bias_parts > 1:
             down_bias = down_bias / self.bias_parts
-        found = mixture_of_experts(
+        result = mixture_of_experts(
             tokens,
             ids,
             weights,
@@ -433,7 +438,7 @@ class MixtureOfExperts(nnx.Module):
             apart=apart,
             implementation=implementation,
         )
-        return (found, None) if arena is None else found
+        return (result, None) if arena is None else result
 
 
 def stacked_names(

@@ -36,23 +36,23 @@ def token_logprobs(
             f"{logits.shape}"
         )
     logits = logits.astype(jnp.float32)[:, :-1]
-    own = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    own = jnp.pad(own - jax.nn.logsumexp(logits, axis=-1), ((0, 0), (1, 0)))
+    policy_logprobs = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    policy_logprobs = jnp.pad(policy_logprobs - jax.nn.logsumexp(logits, axis=-1), ((0, 0), (1, 0)))
     if scored is None:
-        return own
+        return policy_logprobs
     if scored.shape != tokens.shape:
         raise ValueError(
             f"token_logprobs: scored {scored.shape} must have the shape of tokens {tokens.shape}"
         )
     if scored.dtype != jnp.float32:
         raise TypeError(f"token_logprobs: scored must be float32; got {scored.dtype}")
-    return _fill_nan(own, scored)
+    return _fill_nan(policy_logprobs, scored)
 
 
 @jax.custom_jvp
-def _fill_nan(own: Array, scored: Array) -> Array:
-    """`scored` where it is a number, else `own`."""
-    return jnp.where(jnp.isnan(scored), own, scored)
+def _fill_nan(policy_logprobs: Array, scored: Array) -> Array:
+    """`scored` where it is a number, else `policy_logprobs`."""
+    return jnp.where(jnp.isnan(scored), policy_logprobs, scored)
 
 
 @_fill_nan.defjvp

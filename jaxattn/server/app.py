@@ -89,7 +89,7 @@ def build(service: Service) -> ASGIApp:
             expose_headers=("x-request-id",),
         )
     app = AllowedOrigins(app, settings.origins, local=settings.local)
-    return AccessLog(app, written=settings.access_log)
+    return AccessLog(app, enabled=settings.access_log)
 
 
 def _of_starlette(request: Request, error: Exception) -> Response:

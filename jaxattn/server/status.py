@@ -113,5 +113,5 @@ def _sampling_defaults(service: Service) -> dict[str, float]:
         "top_p": plain.top_p,
         "top_k": plain.top_k,
         "min_p": plain.min_p,
-        "repetition_penalty": plain.more.get("repetition_penalty", 1.0),
+        "repetition_penalty": plain.request_fields.get("repetition_penalty", 1.0),
     }

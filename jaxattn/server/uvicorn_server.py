@@ -37,15 +37,15 @@ def listen(host: str, port: int) -> socket.socket:
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    bound = socket.socket(family, kind, protocol)
+    listener = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError:
-        bound.close()
+        listener.close()
         raise
-    return bound
+    return listener
 
 
 class UvicornServer(uvicorn.Server):
@@ -59,14 +59,14 @@ class UvicornServer(uvicorn.Server):
 def run(
     served: ServedModel,
     settings: ServerSettings,
-    bound: socket.socket,
+    listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
 ) -> bool:
     """Serves until a signal arrives or the engine ends.
 
     Args:
-        bound: A socket from `listen`.
+        listener: A socket from `listen`.
         on_ready: Called when the server begins to accept requests.
 
     Returns:
@@ -75,13 +75,13 @@ def run(
     Raises:
         BaseException: The error that ended the engine.
     """
-    return asyncio.run(_serve(served, settings, bound, on_ready))
+    return asyncio.run(_serve(served, settings, listener, on_ready))
 
 
 async def _serve(
     served: ServedModel,
     settings: ServerSettings,
-    bound: socket.socket,
+    listener: socket.socket,
     on_ready: Callable[[], None],
 ) -> bool:
     loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ async def _serve(
         loop.add_signal_handler(each, on_signal, each)
     watchdog = Watchdog(service.worker.get_step_seconds, settings.stuck_seconds)
     watchdog.start()
-    serving = asyncio.create_task(server.serve([bound]))
+    serving = asyncio.create_task(server.serve([listener]))
     service.start()
     try:
         await service.ready()
@@ -113,7 +113,7 @@ async def _serve(
             sys.setswitchinterval(SWITCH_SECONDS)  # not earlier: until now, threads compile
             on_ready()
         error = await ending
-        whole = await service.drain(settings.drain_seconds)
+        all_completed = await service.drain(settings.drain_seconds)
     finally:
         server.should_exit = True
         await serving
@@ -124,4 +124,4 @@ async def _serve(
             loop.remove_signal_handler(each)
     if error is not None:
         raise error
-    return whole
+    return all_completed

@@ -19,9 +19,9 @@ class ChatTemplate:
     def __init__(self, settings: TokenizerConfig, renderer: RendererProcess | None = None):
         self._templates = settings.templates
         self._folder = settings.folder
-        self._special: dict[str, Any] = dict(settings.named)
-        if settings.more:
-            self._special["additional_special_tokens"] = list(settings.more)
+        self._special: dict[str, Any] = dict(settings.special_tokens)
+        if settings.additional_special_tokens:
+            self._special["additional_special_tokens"] = list(settings.additional_special_tokens)
         self._renderer = renderer or RendererProcess()
 
     def __bool__(self) -> bool:
@@ -55,7 +55,7 @@ class ChatTemplate:
         flat = flattened(messages)
         if continue_final_message:
             flat[-1]["content"] = (flat[-1].get("content") or "") + FINAL
-        given = {
+        template_variables = {
             "documents": None,
             **self._special,
             **variables,
@@ -63,7 +63,7 @@ class ChatTemplate:
             "tools": None if tools is None else list(tools),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._renderer.render(template.source, given, str(template.path))
+        text = self._renderer.render(template.source, template_variables, str(template.path))
         return _up_to_final(text) if continue_final_message else text
 
     def choose(self, tools: bool) -> TemplateFile:
@@ -89,13 +89,13 @@ class ChatTemplate:
 
 def _up_to_final(text: str) -> str:
     """Returns the text of a conversation up to the end of its last message's content."""
-    before, found, _ = text.rpartition(FINAL)
+    prefix, found, _ = text.rpartition(FINAL)
     if not found:
         raise TextError(
             "continue_final_message: the chat template does not write the last message's content; "
             "leave continue_final_message out"
         )
-    return before
+    return prefix
 
 
 def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -112,23 +112,23 @@ def flattened(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _flattened(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    where = f"messages[{place}]"
+    path = f"messages[{place}]"
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise TextError(f"{where} must be an object with a string `role`")
+        raise TextError(f"{path} must be an object with a string `role`")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        content = "".join(_part(where, part) for part in content)
+        content = "".join(_part(path, part) for part in content)
     elif content is not None and not isinstance(content, str):
         raise TextError(
-            f"{where}.content must be a string, a list of parts or null; got "
+            f"{path}.content must be a string, a list of parts or null; got "
             f"{type(content).__name__}"
         )
     # Clients send null for missing fields, which templates would take for a value.
-    given = {key: value for key, value in message.items() if value is not None}
-    thoughts = next((given[key] for key in REASONING if isinstance(given.get(key), str)), None)
+    fields = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((fields[key] for key in REASONING if isinstance(fields.get(key), str)), None)
     if thoughts is not None:
-        given = {"thinking": thoughts, **given, "reasoning_content": thoughts}
-    return {**given, "content": content}
+        fields = {"thinking": thoughts, **fields, "reasoning_content": thoughts}
+    return {**fields, "content": content}
 
 
 def known_roles(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
@@ -150,14 +150,14 @@ def known_roles(messages: Sequence[dict[str, Any]], template: str) -> list[dict[
     return found
 
 
-def _part(where: str, part: object) -> str:
+def _part(path: str, part: object) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind not in TEXT_PARTS or not isinstance(text, str):
         raise TextError(
-            f"{where}.content has a part of type {kind!r}; a text model accepts only parts "
+            f"{path}.content has a part of type {kind!r}; a text model accepts only parts "
             'like {"type": "text", "text": …}'
         )
     return text

@@ -36,8 +36,13 @@ def _split(digits: str) -> dict[str, Any]:
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + "|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [cut, _PLAIN]}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    return {"type": "Sequence", "pretokenizers": [split, _PLAIN]}
 
 
 _CUTS: dict[str, dict[str, Any]] = {
@@ -89,9 +94,9 @@ def tokenizer_of(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     ]
     settings = _settings(metadata, tokens, path, add_bos=kind == "llama")
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    written = _WRITTEN[kind](metadata, vocabulary, kinds, settings, path)
-    whole = {"version": "1.0", "added_tokens": added, **written}
-    return HubTokenizer(*load_json(json.dumps(whole), path), settings)
+    model_fields = _WRITTEN[kind](metadata, vocabulary, kinds, settings, path)
+    tokenizer_json = {"version": "1.0", "added_tokens": added, **model_fields}
+    return HubTokenizer(*load_json(json.dumps(tokenizer_json), path), settings)
 
 
 def _byte_level(
@@ -102,20 +107,21 @@ def _byte_level(
     path: Path,
 ) -> dict[str, Any]:
     """Returns the fields of a tokenizer.json for byte-level BPE."""
-    cut = metadata.get(f"{KEY}.pre", "gpt-2")
-    if cut not in _CUTS:
+    pre_tokenizer = metadata.get(f"{KEY}.pre", "gpt-2")
+    if pre_tokenizer not in _CUTS:
         raise TextError(
-            f"{path}: {KEY}.pre {cut!r:.60} is not supported; supported are {', '.join(_CUTS)}"
+            f"{path}: {KEY}.pre {pre_tokenizer!r:.60} is not supported; supported are "
+            f"{', '.join(_CUTS)}"
         )
     return {
-        "normalizer": {"type": "NFC"} if cut == "qwen2" else None,
-        "pre_tokenizer": _CUTS[cut],
+        "normalizer": {"type": "NFC"} if pre_tokenizer == "qwen2" else None,
+        "pre_tokenizer": _CUTS[pre_tokenizer],
         "decoder": _BYTES | {"use_regex": True},
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
             "merges": _list(metadata, "merges", str, path),
-            "ignore_merges": cut == "llama-bpe",
+            "ignore_merges": pre_tokenizer == "llama-bpe",
         },
     }
 
@@ -135,30 +141,30 @@ def _sentencepiece(
             f"{path} is damaged: {KEY} has {len(vocabulary):,} tokens, but {len(scores):,} scores"
         )
     pieces = {token for token, number in vocabulary.items() if kinds[number] == NORMAL}
-    found = []
+    merges = []
     for token in sorted(pieces, key=lambda token: -scores[vocabulary[token]]):
         halves = ((token[:place], token[place:]) for place in range(1, len(token)))
-        found += [pair for pair in halves if pieces.issuperset(pair)]
-    changes: list[Any] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    back: list[Any] = [
+        merges += [pair for pair in halves if pieces.issuperset(pair)]
+    normalizers: list[Any] = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
+    decoders: list[Any] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
     if metadata.get(f"{KEY}.add_space_prefix", True):
-        changes.insert(0, {"type": "Prepend", "prepend": SPACE})
-        back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        normalizers.insert(0, {"type": "Prepend", "prepend": SPACE})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
-        "normalizer": {"type": "Sequence", "normalizers": changes},
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": back},
+        "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
-            "merges": found,
+            "merges": merges,
             "byte_fallback": True,
             "fuse_unk": True,
-            "unk_token": settings.named.get("unk_token"),
+            "unk_token": settings.special_tokens.get("unk_token"),
         },
     }
 
@@ -177,8 +183,8 @@ def _settings(
     Args:
         add_bos: The default if the metadata do not say whether to add BOS.
     """
-    named, stops = {}, set[int]()
-    for name, known in NAMED.items():
+    special_tokens, stops = {}, set[int]()
+    for name, hub_name in NAMED.items():
         number = metadata.get(f"{KEY}.{name}_token_id")
         if number is None:
             continue
@@ -187,16 +193,16 @@ def _settings(
                 f"{path} is damaged: {KEY}.{name}_token_id must be an integer from 0 to "
                 f"{len(tokens) - 1:,}; got {number!r:.60}"
             )
-        named[known] = tokens[number]
+        special_tokens[hub_name] = tokens[number]
         if name in ENDS:
             stops.add(number)
     template = metadata.get("tokenizer.chat_template")
     add_bos = metadata.get(f"{KEY}.add_bos_token", add_bos)
     return TokenizerConfig(
         folder=path,
-        named=named,
-        more=(),
-        add_bos=bool(add_bos) and "bos_token" in named,
+        special_tokens=special_tokens,
+        additional_special_tokens=(),
+        add_bos=bool(add_bos) and "bos_token" in special_tokens,
         eos_ids=tuple(sorted(stops)),
         defaults=SamplingDefaults(),
         vocab_size=len(tokens),

@@ -105,7 +105,9 @@ class HubTokenizer(Tokenizer):
         self._bos = self._named(settings, "bos_token") if settings.add_bos else None
         self._behind = [] if settings.add_bos is None else self._behind_prompts()
         eos_ids = settings.eos_ids
-        if "eos_token" in settings.named and (not eos_ids or self._knows(settings, "eos_token")):
+        if "eos_token" in settings.special_tokens and (
+            not eos_ids or self._knows(settings, "eos_token")
+        ):
             eos_ids = tuple(sorted({*eos_ids, self._named(settings, "eos_token")}))
         self.stop_tokens = eos_ids
         self.vocab_size = max(inner.get_vocab().values(), default=-1) + 1
@@ -151,7 +153,7 @@ class HubTokenizer(Tokenizer):
         return TokenStream(
             piece,
             strip=self._spelling.strip,
-            most_stripped=self._spelling.most_stripped,
+            max_stripped=self._spelling.max_stripped,
             continues=continues,
         )
 
@@ -195,10 +197,10 @@ class HubTokenizer(Tokenizer):
             raise TextError(f"tokenizer.json cannot encode the text: {error}") from None
 
     def _knows(self, settings: TokenizerConfig, name: str) -> bool:
-        return self._inner.token_to_id(settings.named[name]) is not None
+        return self._inner.token_to_id(settings.special_tokens[name]) is not None
 
     def _named(self, settings: TokenizerConfig, name: str) -> int:
-        text = settings.named.get(name)
+        text = settings.special_tokens.get(name)
         token = None if text is None else self._inner.token_to_id(text)
         if token is None:
             raise TextError(
@@ -222,7 +224,7 @@ class HubTokenizer(Tokenizer):
         text = self._inner.id_to_token(token)
         if text is None:
             return None
-        if self._spelling.of_bytes and token in self._added:
+        if self._spelling.is_byte_level and token in self._added:
             return text.encode("utf-8", "replace")
         return spell(text)
 

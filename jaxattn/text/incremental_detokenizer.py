@@ -19,40 +19,45 @@ class TokenStream:
     """The incremental detokenizer of one sequence of tokens."""
 
     def __init__(
-        self, piece: Piece, *, strip: str = "", most_stripped: int = 0, continues: bool = False
+        self,
+        get_token_bytes: Piece,
+        *,
+        strip: str = "",
+        max_stripped: int = 0,
+        continues: bool = False,
     ):
         """
         Args:
-            piece: Returns the bytes of a token. Tokens without text are skipped.
+            get_token_bytes: Returns the bytes of a token. Tokens without text are skipped.
             strip: The character to strip from the beginning of the text.
-            most_stripped: The maximum number of stripped characters.
+            max_stripped: The maximum number of stripped characters.
             continues: Whether the text continues other text, so that nothing is stripped.
         """
-        self._piece = piece
-        self._first = not continues
+        self._get_token_bytes = get_token_bytes
+        self._at_start = not continues
         self._strip = strip
-        self._to_strip = 0 if continues else most_stripped
+        self._num_to_strip = 0 if continues else max_stripped
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, *tokens: int) -> str:
         """Adds tokens, and returns the characters that they complete, which may be none."""
-        found = []
+        token_bytes = []
         for token in tokens:
-            data = self._piece(token, self._first)
+            data = self._get_token_bytes(token, self._at_start)
             if data is not None:
-                self._first = False
-                found.append(data)
-        return self._stripped(self._decoder.decode(b"".join(found)))
+                self._at_start = False
+                token_bytes.append(data)
+        return self._stripped(self._decoder.decode(b"".join(token_bytes)))
 
     def end(self) -> str:
         """Returns the rest after the last token: U+FFFD if the text ends within a character."""
         return self._stripped(self._decoder.decode(b"", True))
 
     def _stripped(self, text: str) -> str:
-        while self._to_strip and text:
+        while self._num_to_strip and text:
             if not text.startswith(self._strip):
-                self._to_strip = 0
+                self._num_to_strip = 0
                 break
-            self._to_strip -= 1
+            self._num_to_strip -= 1
             text = text[len(self._strip) :]
         return text

@@ -12,11 +12,11 @@ class TextError(ValueError):
     """A tokenizer or chat template is missing, damaged or not supported, or rejects its input."""
 
 
-def read_bytes(path: Path, most: int) -> bytes | None:
+def read_bytes(path: Path, max_bytes: int) -> bytes | None:
     """Returns the content of a file; None if it does not exist.
 
     Args:
-        most: The maximum size in bytes.
+        max_bytes: The maximum size in bytes.
 
     Raises:
         TextError: If the file is larger or cannot be read.
@@ -25,24 +25,26 @@ def read_bytes(path: Path, most: int) -> bytes | None:
         if path.exists() and not path.is_file():  # opening a pipe would block
             raise TextError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
-            large = os.fstat(file.fileno()).st_size > most
-            content = b"" if large else file.read(most + 1)
+            too_large = os.fstat(file.fileno()).st_size > max_bytes
+            content = b"" if too_large else file.read(max_bytes + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror or error}") from error
-    if large or len(content) > most:
-        raise TextError(f"{path} has more than {most:,} bytes, the largest size that is supported")
+    if too_large or len(content) > max_bytes:
+        raise TextError(
+            f"{path} has more than {max_bytes:,} bytes, the largest size that is supported"
+        )
     return content
 
 
-def read_text(path: Path, most: int) -> str | None:
+def read_text(path: Path, max_bytes: int) -> str | None:
     """Returns the text of a UTF-8 file; None if it does not exist.
 
     Raises:
         TextError: If the file is too large, cannot be read, or is not UTF-8.
     """
-    content = read_bytes(path, most)
+    content = read_bytes(path, max_bytes)
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -31,18 +31,18 @@ class RendererProcess:
         self,
         *,
         seconds: float = 5.0,
-        most_characters: int = 2**24,
-        most_bytes: int = 2**30,
+        max_characters: int = 2**24,
+        max_bytes: int = 2**30,
     ):
         """
         Args:
             seconds: The time limit of a render.
-            most_characters: The maximum length of the rendered text.
-            most_bytes: The memory limit of the process, if the system supports one.
+            max_characters: The maximum length of the rendered text.
+            max_bytes: The memory limit of the process, if the system supports one.
         """
         self.seconds = seconds
-        self.most_characters = most_characters
-        self.most_bytes = most_bytes
+        self.max_characters = max_characters
+        self.max_bytes = max_bytes
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize | None = None
@@ -58,7 +58,7 @@ class RendererProcess:
         Raises:
             TextError: If the template is damaged, rejects the messages, or exceeds a limit.
         """
-        request = {"source": source, "variables": variables, "most": self.most_characters}
+        request = {"source": source, "variables": variables, "most": self.max_characters}
         try:
             data = packed(request)
         except (TypeError, ValueError, RecursionError) as error:
@@ -82,7 +82,7 @@ class RendererProcess:
         process = self._started()
         assert process.stdin and process.stdout
         try:
-            with _killed_after(process, self.seconds) as late:
+            with _killed_after(process, self.seconds) as timed_out:
                 send(process.stdin, data)
                 reply = receive(process.stdout)
         except OSError:
@@ -90,9 +90,9 @@ class RendererProcess:
         except BaseException:  # Ctrl-C: the next request must not read this request's reply
             self._end()
             raise
-        if late.is_set() or reply is None:
+        if timed_out.is_set() or reply is None:
             self._end()
-        if late.is_set():
+        if timed_out.is_set():
             raise TextError(
                 f"the chat template of {name} did not finish within {self.seconds:g} s and was "
                 "stopped"
@@ -100,7 +100,7 @@ class RendererProcess:
         if reply is None:
             raise TextError(
                 f"the process of the chat template of {name} died; its memory limit is "
-                f"{self.most_bytes / 2**20:,.0f} MiB"
+                f"{self.max_bytes / 2**20:,.0f} MiB"
             )
         return reply
 
@@ -111,7 +111,7 @@ class RendererProcess:
         # Inherits this process's import path to find jinja2; -P leaves out the script's folder.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # If this process dies, the renderer ends itself after twice the time limit.
-        limits = [str(self.most_bytes), str(2 * self.seconds)]
+        limits = [str(self.max_bytes), str(2 * self.seconds)]
         command = [sys.executable, "-P", str(FILE), *limits]
         try:
             process = subprocess.Popen(
@@ -158,19 +158,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 @contextmanager
 def _killed_after(process: subprocess.Popen[bytes], seconds: float) -> Iterator[threading.Event]:
     """Kills the process unless the `with` block ends in time. Yields an event that is set then."""
-    late, guard, done = threading.Event(), threading.Lock(), False
+    timed_out, guard, done = threading.Event(), threading.Lock(), False
 
     def kill() -> None:
         with guard:
             if not done:
-                late.set()
+                timed_out.set()
                 process.kill()
 
     timer = threading.Timer(seconds, kill)
     timer.daemon = True
     timer.start()
     try:
-        yield late
+        yield timed_out
     finally:
         timer.cancel()
         with guard:

@@ -82,14 +82,16 @@ class AbsentContent(str):
 @functools.cache
 def environment() -> sandbox.ImmutableSandboxedEnvironment:
     """Returns a jinja2 environment like that of `transformers`, as published templates expect."""
-    made = sandbox.ImmutableSandboxedEnvironment(
+    jinja_environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
     )
-    made.filters["tojson"] = to_json
-    made.tests["none"] = lambda value: value is None or isinstance(value, AbsentContent)
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    jinja_environment.filters["tojson"] = to_json
+    jinja_environment.tests["none"] = lambda value: (
+        value is None or isinstance(value, AbsentContent)
+    )
+    jinja_environment.globals["raise_exception"] = raise_exception
+    jinja_environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return jinja_environment
 
 
 def to_json(
@@ -119,25 +121,25 @@ def compiled(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
-def render(source: str, variables: dict[str, Any], most: int) -> str:
+def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
     """Renders a template.
 
     Args:
         source: The template's source.
         variables: The template's variables, including `messages` in OpenAI's format.
-        most: The maximum number of characters of the result.
+        max_characters: The maximum number of characters of the result.
 
     Raises:
-        OutputTooLong: If the text is longer than `most`.
+        OutputTooLong: If the text is longer than `max_characters`.
         TemplateRefusal: If the template rejects the messages.
         Exception: Any exception that the template raises.
     """
-    found = {**variables, "messages": [readable(each) for each in variables["messages"]]}
+    context = {**variables, "messages": [readable(each) for each in variables["messages"]]}
     parts: list[str] = []
     length = 0
-    for part in compiled(source).generate(**found):
+    for part in compiled(source).generate(**context):
         length += len(part)
-        if length > most:
+        if length > max_characters:
             raise OutputTooLong
         parts.append(part)
     return "".join(parts)
@@ -157,20 +159,20 @@ def readable(message: dict[str, Any]) -> dict[str, Any]:
 def _readable_call(call: Any) -> Any:
     if not isinstance(call, dict):
         return call
-    made = dict(call)
+    readable_call = dict(call)
     if isinstance(call.get("function"), dict):
-        made["function"] = _readable_call(call["function"])
-    given = call.get("arguments")
-    if isinstance(given, dict):
-        made["arguments"] = ToolArguments(given, to_json(given))
-    elif isinstance(given, str):
+        readable_call["function"] = _readable_call(call["function"])
+    arguments = call.get("arguments")
+    if isinstance(arguments, dict):
+        readable_call["arguments"] = ToolArguments(arguments, to_json(arguments))
+    elif isinstance(arguments, str):
         try:
-            values = json.loads(given) if given.strip() else {}
+            values = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            return made
+            return readable_call
         if isinstance(values, dict):
-            made["arguments"] = ToolArguments(values, given)
-    return made
+            readable_call["arguments"] = ToolArguments(values, arguments)
+    return readable_call
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
@@ -189,9 +191,9 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"failed": f"raised {type(error).__name__}: {_cut(str(error))}"}
 
 
-def _cut(said: str | None) -> str:
+def _cut(message: str | None) -> str:
     """Shortens an error message, which may contain parts of the chat or of the template."""
-    return (said or "")[:MOST_SAID]
+    return (message or "")[:MOST_SAID]
 
 
 def packed(message: object) -> bytes:
@@ -217,7 +219,7 @@ def send(stream: IO[bytes], data: bytes) -> None:
     stream.flush()
 
 
-def limit(most_bytes: int) -> Callable[[float], None]:
+def limit(max_bytes: int) -> Callable[[float], None]:
     """Limits the memory of this process, and returns a function that starts its timer; 0 stops it.
 
     The timer ends a process whose parent has died. If the system has no timers, only the parent can
@@ -229,7 +231,7 @@ def limit(most_bytes: int) -> Callable[[float], None]:
     except ImportError:  # Windows
         return lambda seconds: None
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ValueError, OSError):
         pass  # macOS has the limit but refuses to set it
@@ -242,9 +244,9 @@ def limit(most_bytes: int) -> Callable[[float], None]:
     return clock
 
 
-def main(most_bytes: int, seconds: float) -> None:
+def main(max_bytes: int, seconds: float) -> None:
     """Serves requests until stdin ends."""
-    clock = limit(most_bytes)
+    clock = limit(max_bytes)
     environment()
     send(sys.stdout.buffer, packed("ready"))
     while (request := receive(sys.stdin.buffer)) is not None:

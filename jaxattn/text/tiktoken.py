@@ -163,20 +163,20 @@ def special_tokens(ranks: int, settings: TokenizerConfig) -> dict[int, AddedVoca
     Raises:
         TextError: If an id in `added` is that of a rank, or is much too large.
     """
-    named = settings.added
-    low = min(named, default=ranks)
-    end = max(named, default=-1) + 1
-    if low < ranks or end > ranks + 16 * RESERVED:
+    added_tokens = settings.added
+    min_id = min(added_tokens, default=ranks)
+    end = max(added_tokens, default=-1) + 1
+    if min_id < ranks or end > ranks + 16 * RESERVED:
         raise TextError(
-            f"{settings.folder}: added_tokens_decoder of tokenizer_config.json has the ids {low:,} "
-            f"to {end - 1:,}; special tokens must follow the {ranks:,} ranks of tiktoken.model "
-            f"within {16 * RESERVED:,} ids"
+            f"{settings.folder}: added_tokens_decoder of tokenizer_config.json has the ids "
+            f"{min_id:,} to {end - 1:,}; special tokens must follow the {ranks:,} ranks of "
+            f"tiktoken.model within {16 * RESERVED:,} ids"
         )
     reserved = ranks + RESERVED
     if settings.vocab_size is not None:  # larger ids have no logits
         reserved = min(reserved, settings.vocab_size)
     return {
-        token: named.get(token)
+        token: added_tokens.get(token)
         or AddedVocabToken(content=f"<|reserved_token_{token}|>", special=True)
         for token in range(ranks, max(reserved, end))
     }

@@ -34,15 +34,15 @@ class ByteDecoder:
         data: Returns the bytes of a token within a text.
         first: Returns the bytes of a text's first token.
         strip: The character to strip from the beginning of a text.
-        most_stripped: The maximum number of stripped characters.
-        of_bytes: Whether the vocabulary uses the byte alphabet. Added tokens never do.
+        max_stripped: The maximum number of stripped characters.
+        is_byte_level: Whether the vocabulary uses the byte alphabet. Added tokens never do.
     """
 
     data: Callable[[str], bytes]
     first: Callable[[str], bytes]
     strip: str = ""
-    most_stripped: int = 0
-    of_bytes: bool = False
+    max_stripped: int = 0
+    is_byte_level: bool = False
 
 
 def byte_alphabet() -> dict[int, str]:
@@ -71,7 +71,7 @@ def _encoded(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-BYTE_LEVEL = ByteDecoder(data=byte_level, first=byte_level, of_bytes=True)
+BYTE_LEVEL = ByteDecoder(data=byte_level, first=byte_level, is_byte_level=True)
 
 
 def read_spelling(decoder: Any, path: Path) -> ByteDecoder:
@@ -159,9 +159,9 @@ def _fallback(steps: list[Mapping[str, Any]]) -> ByteDecoder | None:
         return spell(token)
 
     return ByteDecoder(
-        of_bytes="ByteLevel" in kinds,
+        is_byte_level="ByteLevel" in kinds,
         data=data,
         first=data,
         strip=strips[0]["content"] if strips else "",
-        most_stripped=strips[0]["start"] if strips else 0,
+        max_stripped=strips[0]["start"] if strips else 0,
     )

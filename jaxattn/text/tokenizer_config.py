@@ -72,8 +72,8 @@ class TokenizerConfig:
 
     Attributes:
         folder: The folder.
-        named: The special tokens by the names that a template uses, such as bos_token.
-        more: The `additional_special_tokens`.
+        special_tokens: The special tokens by the names that a template uses, such as bos_token.
+        additional_special_tokens: The `additional_special_tokens`.
         add_bos: Whether a prompt begins with BOS; None leaves this to tokenizer.json.
         eos_ids: The end-of-sequence ids in generation_config.json and config.json, merged. Empty if
             neither has one.
@@ -85,8 +85,8 @@ class TokenizerConfig:
     """
 
     folder: Path
-    named: Mapping[str, str]
-    more: tuple[str, ...]
+    special_tokens: Mapping[str, str]
+    additional_special_tokens: tuple[str, ...]
     add_bos: bool | None
     eos_ids: tuple[int, ...]
     defaults: SamplingDefaults
@@ -110,8 +110,10 @@ def read_settings(folder: Path) -> TokenizerConfig:
     eos_ids = tuple(sorted({*generation.ids(EOS), *config.ids(EOS), *inner.ids(EOS)}))
     return TokenizerConfig(
         folder=folder,
-        named={name: token for name, token in named.items() if token is not None},
-        more=tokenizer.items("additional_special_tokens", ListOf(_content), "a list of tokens"),
+        special_tokens={name: token for name, token in named.items() if token is not None},
+        additional_special_tokens=tokenizer.items(
+            "additional_special_tokens", ListOf(_content), "a list of tokens"
+        ),
         add_bos=tokenizer.flag("add_bos_token"),
         eos_ids=eos_ids,
         defaults=_defaults(generation),
@@ -156,7 +158,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _defaults(generation: FileFields) -> SamplingDefaults:
-    least = math.ulp(0.0)
+    min_top_p = math.ulp(0.0)
     top_k = generation.number("top_k", -1, MOST_ID, "an integer of at least -1")
     if top_k is not None and not top_k.is_integer():
         raise generation.wrong("top_k", "an integer of at least -1")
@@ -168,7 +170,7 @@ def _defaults(generation: FileFields) -> SamplingDefaults:
             temperature = 1.0
     return SamplingDefaults(
         temperature=temperature,
-        top_p=generation.number("top_p", least, 1, "a number above 0 and at most 1"),
+        top_p=generation.number("top_p", min_top_p, 1, "a number above 0 and at most 1"),
         top_k=int(top_k) if top_k is not None and top_k > 0 else None,
         min_p=generation.number("min_p", 0, 1, "a number from 0 to 1"),
         repetition_penalty=generation.number(

@@ -443,7 +443,7 @@ def test_what_a_loop_writes_is_found_and_what_it_updates_in_place_is_not():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096,), (5, 64, 32))]
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
-    (found,) = materialized_arrays(text, least=4096)
+    (found,) = materialized_arrays(text, min_bytes=4096)
     assert (found.array, found.nbytes, found.loop) == ("f32[32,64]", 8192, True)
     assert str(found).startswith("f32[32,64], 0.0 MiB in each iteration (")
 

@@ -280,7 +280,7 @@ def test_a_terminal_is_asked_for_each_turn(end, raised, capsys, monkeypatch):
         return line
 
     monkeypatch.setattr("builtins.input", ask)
-    lines = turns(sys.stdin, asks=True)
+    lines = turns(sys.stdin, is_interactive=True)
     assert [next(lines), next(lines)] == ["hello", "more"]
     with pytest.raises(raised):
         next(lines)

@@ -41,8 +41,8 @@ class ChatBytes(ByteTokenizer):
         template = TemplateFile(source=TEMPLATE, path=Path("chat_template.jinja"))
         settings = TextSettings(
             folder=Path("folder"),
-            named={},
-            more=(),
+            special_tokens={},
+            additional_special_tokens=(),
             add_bos=None,
             eos_ids=(),
             defaults=SamplingDefaults(),
@@ -73,12 +73,12 @@ def served(
     **defaults: float,
 ) -> ServedModel:
     return ServedModel(
-        make=make,
+        make_engine=make,
         tokenizer=tokenizer,
         limits=limits,
         vocab_size=256,
         hidden_size=hidden_size,
-        longest=longest,
+        context_length=longest,
         defaults=SamplingDefaults(**{"temperature": 0.0, **defaults}),
     )
 

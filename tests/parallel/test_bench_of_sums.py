@@ -30,7 +30,7 @@ def test_sums_are_timed_less_the_loop_without_them(tmp_path):
 def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
     def wanted(*argv):
         found = collectives.wanted(collectives.parse([*argv, "--gpus", "4"], "bench"))
-        return [(each.how, each.dtype, each.kib) for each in found]
+        return [(each.method, each.dtype, each.kib) for each in found]
 
     assert ("one launch", "bfloat16", 64) in wanted("--kib", "64")
     assert ("one launch", "bfloat16", 4096) not in wanted("--kib", "4096")
@@ -40,7 +40,7 @@ def test_one_launch_is_for_whole_tokens_of_bfloat16_and_not_beside_nccl():
 
 @on_virtual_devices
 def test_loops_have_sums_that_xlas_kernel_takes_or_none():
-    of = collectives.AllReduceCase(gpus=4, kib=64, dtype="float32", how="XLA")
+    of = collectives.AllReduceCase(gpus=4, kib=64, dtype="float32", method="XLA")
     for each, count in (of, collectives.PER_TURN), (of.base, 0):
         loop = collectives.AllReduceLoop(each, 3, 64)
         loop.compile()
@@ -86,7 +86,7 @@ def test_rows_say_launches_only_where_launches_send_them(monkeypatch):
         monkeypatch.setattr(bench, "peers_reach", lambda devices: False)
     assert context_parallel.ContextParallelCase(16, 4, tokens=600).sent_by() == "XLA"
     sums = collectives.wanted(collectives.parse(["--gpus", "4", "--kib", "64"], "bench"))
-    assert {each.how for each in sums} == {"XLA"}
+    assert {each.method for each in sums} == {"XLA"}
 
 
 @on_virtual_devices

@@ -46,7 +46,7 @@ def test_choices_count_each_and_more_than_ever_fit_are_400():
 
 
 def test_prompt_tokens_that_wait_are_limited():
-    admission = AdmissionControl(rows=4, most_waiting=10, most_tokens=100)
+    admission = AdmissionControl(rows=4, max_waiting=10, max_waiting_tokens=100)
     with admission.enter() as first, admission.enter() as second:
         first.grow(1, 80)
         with pytest.raises(ApiError, match="and 30 more would exceed the limit of 100"):
@@ -58,7 +58,7 @@ def test_prompt_tokens_that_wait_are_limited():
 
 
 def test_the_time_to_come_back_grows_with_the_queue():
-    admission = AdmissionControl(rows=2, most_waiting=98, most_tokens=None)
+    admission = AdmissionControl(rows=2, max_waiting=98, max_waiting_tokens=None)
     for _ in range(50):
         admission.answered(2.0)
     with admission.enter() as ticket:

@@ -106,7 +106,7 @@ def test_the_queue_is_as_long_as_the_engine_that_chose_its_rows_allows():
     chosen = dataclasses.replace(LIMITS, batch=9)
     with live(served(lambda: ScriptedEngine(limits=chosen), limits=Limits())) as server:
         admission, waiting = server.service.admission, server.service.settings.max_waiting
-        assert admission.most == 9 + waiting and server.service.limits.batch == 9
+        assert admission.max_choices == 9 + waiting and server.service.limits.batch == 9
         assert server.complete("x", max_tokens=1, n=9).status_code == 200
 
 

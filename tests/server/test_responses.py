@@ -205,7 +205,7 @@ def test_a_field_that_does_not_fit_is_named(told_server, fields, param):
 
 
 def test_the_store_forgets_the_oldest_within_its_bounds():
-    store = ResponseStore(most=2, most_bytes=1000)
+    store = ResponseStore(max_responses=2, max_bytes=1000)
     for number in range(3):
         store.put({"id": f"r{number}", "output": [{"id": f"i{number}"}]}, [])
     assert store.item("i0") is None and store.item("i2") == {"id": "i2"}

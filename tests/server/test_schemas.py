@@ -243,7 +243,7 @@ def test_a_mark_of_thoughts_that_is_a_token_counts_as_special():
 
 def test_harmony_thinks_first_and_answers_in_its_final_channel():
     format_ = MessageFormat.of("", "harmony")
-    tokenizer = MarkedBytes(format_.style.shown)
+    tokenizer = MarkedBytes(format_.style.visible_tokens)
     answer = AnswerGrammar(tokenizer.special_tokens, format_, "<|start|>assistant")
     grammar = answer.schema({"const": [True]}, "response_format")
     text = drawn(matcher_of(GrammarVocabulary(tokenizer), grammar), random.Random(0), tokenizer)
@@ -285,7 +285,7 @@ TOOLS = [
 )
 def test_a_call_that_is_forced_is_read_in_each_format(name, special):
     format_ = MessageFormat.of("", name)
-    tokenizer = MarkedBytes(format_.style.shown if special else ())
+    tokenizer = MarkedBytes(format_.style.visible_tokens if special else ())
     vocabulary, called = GrammarVocabulary(tokenizer), set()
     for seed in range(6):
         asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True}

@@ -54,9 +54,9 @@ def test_rules_go_along_with_a_grammar():
 
 def test_a_request_without_limits_has_no_rules():
     assert TokenLimits().rules((0,), list) is None
-    assert TokenLimits(least=3).rules((), list) is None
+    assert TokenLimits(min_tokens=3).rules((), list) is None
     words = TokenLimits(bad_words=("ab",)).rules((0,), lambda text: [1, *text.encode()])
-    assert words._bad and {*words._bad} == {(97, 98), (32, 97, 98)}  # without BOS
+    assert words._bad_words and {*words._bad_words} == {(97, 98), (32, 97, 98)}  # without BOS
 
 
 def test_an_engine_follows_them(real, generated):

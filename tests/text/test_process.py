@@ -21,7 +21,7 @@ ECHO = "{{ messages[0].content }}"
 
 @pytest.fixture(scope="module")
 def renderer():
-    made = RendererProcess(seconds=60, most_characters=2**20, most_bytes=2**29)
+    made = RendererProcess(seconds=60, max_characters=2**20, max_bytes=2**29)
     yield made
     made.close()
 

@@ -104,7 +104,7 @@ def inputs(shape: GqaDecodeShape) -> dict[str, Any]:
     """Normal data on shuffled pages, with so many layers that no read of a call hits L2."""
     batch, heads, kv_heads, dim, tokens, _, page, cache = shape
     pages, stored = -(-tokens // page), KVFormat(cache, dim)
-    layers = rotation(shape.read, most=32)
+    layers = rotation(shape.read, max_inputs=32)
     layers = min(layers, max(1, 2**34 // (batch * tokens * kv_heads * stored.nbytes)))
     keys = jax.random.split(jax.random.key(0), 5)
     normal = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -172,18 +172,20 @@ def check(op: TimedOp, shape: GqaDecodeShape) -> float:
         if arrays["kv_scale"] is not None:
             kv = kv * numpy_reference.exact(arrays["kv_scale"][:, head])[:, None, None]
         kv = kv[:, shape.tokens - shape.seen : shape.tokens]
-        mine = slice(head * group, (head + 1) * group)
-        q = numpy_reference.exact(arrays["q"][row, 0, mine])
+        group_heads = slice(head * group, (head + 1) * group)
+        q = numpy_reference.exact(arrays["q"][row, 0, group_heads])
         last = np.full(group, shape.seen - 1)
         expected, expected_lse = numpy_reference.attention(q, kv[0], kv[1], last, shape.dim**-0.5)
         if arrays["sinks"] is not None:
-            joined = np.logaddexp(expected_lse, numpy_reference.exact(arrays["sinks"][mine]))
+            joined = np.logaddexp(expected_lse, numpy_reference.exact(arrays["sinks"][group_heads]))
             expected *= np.exp(expected_lse - joined)[:, None]
             expected_lse = joined
         if arrays["gate"] is not None:
-            expected /= 1 + np.exp(-numpy_reference.exact(arrays["gate"][row, 0, mine]))
-        errors.append(numpy_reference.relative_l2(np.asarray(out[row, 0, mine]), expected))
-        lse_errors.append(np.abs(numpy_reference.exact(lse[row, 0, mine]) - expected_lse).max())
+            expected /= 1 + np.exp(-numpy_reference.exact(arrays["gate"][row, 0, group_heads]))
+        errors.append(numpy_reference.relative_l2(np.asarray(out[row, 0, group_heads]), expected))
+        lse_errors.append(
+            np.abs(numpy_reference.exact(lse[row, 0, group_heads]) - expected_lse).max()
+        )
     return numpy_reference.accepted(f"gqa {shape}", errors, lse_errors, below=5e-3, lse_below=1e-4)
 
 
@@ -231,12 +233,12 @@ def timed(
     op = decode(invariant, implementation)
     error = max(error, check(op))
     alone = kernel_seconds(op)
-    beside = {"xla us": decode(schedule, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": decode(schedule, "xla").time() * 1e6} if xla else {}
     moved = read + shape.batch * shape.heads * shape.dim * 4
     return {
         **columns("us", times),
         "invariant us": alone * 1e6 if alone else "",
-        **beside,
+        **xla_columns,
         "TFLOP/s": 4 * shape.batch * shape.seen * shape.heads * shape.dim / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,

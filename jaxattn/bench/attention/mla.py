@@ -96,7 +96,7 @@ def inputs(
     """Normal data on shuffled pages, with so many layers that L2 does not hold the caches."""
     latents = LatentFormat(cache)
     pages, width = (-(-most // PAGE) for most in room(tokens))
-    layers = rotation(batch * pages * PAGE * latents.nbytes, most=32)
+    layers = rotation(batch * pages * PAGE * latents.nbytes, max_inputs=32)
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (batch, q_len, heads, DIM), jnp.bfloat16)
     stored = jax.random.normal(keys[1], (layers, batch * pages, PAGE, DIM), jnp.bfloat16)
@@ -187,7 +187,7 @@ def measure(
     op.operands = [(arrays, invariant)]  # of the same shapes, so nothing is recompiled
     error = max(error, check(op, shape))
     alone = kernel_seconds(op)
-    beside = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": decode(arrays, schedule, "xla").time() * 1e6} if xla else {}
     total = int(lengths(batch, tokens).sum())
     flops = 2 * heads * q_len * total * (DIM + RANK)
     moved = total * LatentFormat(cache).nbytes + batch * heads * q_len * (DIM + RANK) * 2
@@ -195,7 +195,7 @@ def measure(
         **label(shape),
         **columns("us", times),
         "invariant us": alone * 1e6 if alone else "",
-        **beside,
+        **xla_columns,
         "TFLOP/s": flops / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,

@@ -50,7 +50,7 @@ def inputs(batch: int, q_len: int, heads: int, tokens: int, stored: str) -> tupl
     The last item is a scale per token for FP8 keys, else None.
     """
     pages, numbers = -(-tokens // PAGE), jax.random.split(jax.random.key(0), 4)
-    layers = rotation(batch * pages * PAGE * DIM * jnp.dtype(stored).itemsize, most=8)
+    layers = rotation(batch * pages * PAGE * DIM * jnp.dtype(stored).itemsize, max_inputs=8)
     q = jax.random.normal(numbers[0], (batch, q_len, heads, DIM), jnp.bfloat16)
     weights = jax.random.normal(numbers[1], (batch, q_len, heads)) * heads**-0.5
     shape = layers, batch * pages, PAGE
@@ -132,13 +132,13 @@ def measure(
     op = index(arrays, top_k, implementation)
     error = check(op, top_k)
     time, _ = times = op.times()
-    beside = {"xla us": index(arrays, top_k, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": index(arrays, top_k, "xla").time() * 1e6} if xla else {}
     moved = batch * tokens * (DIM * jnp.dtype(stored).itemsize + 4 * (stored == E4M3))
     seen = sum(tokens - q_len + token + 1 for token in range(q_len))
     return {
         **label(shape),
         **columns("us", times),
-        **beside,
+        **xla_columns,
         "TFLOP/s": 2 * batch * heads * DIM * seen / time / 1e12,
         "GB/s": moved / time / 1e9,
         "of bytes": time / (moved / READ),

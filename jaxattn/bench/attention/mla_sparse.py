@@ -50,7 +50,7 @@ def label(shape: Shape) -> dict[str, str]:
 def layers_of(batch: int, q_len: int, tokens: int, top_k: int, cache: str) -> int:
     """The number of layers whose listed latents together do not fit in L2."""
     listed = min(q_len * top_k, tokens)
-    return rotation(batch * listed * LatentFormat(cache).nbytes, most=16)
+    return rotation(batch * listed * LatentFormat(cache).nbytes, max_inputs=16)
 
 
 @functools.partial(jax.jit, static_argnums=range(6))
@@ -125,14 +125,14 @@ def measure(
     op = attend(arrays, implementation)
     error = check(op, shape)
     time, _ = times = op.times()
-    beside = {"xla us": attend(arrays, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": attend(arrays, "xla").time() * 1e6} if xla else {}
     rows = batch * q_len
     flops = 2 * rows * heads * top_k * (DIM + RANK)
     moved = rows * (top_k * LatentFormat(cache).nbytes + heads * (DIM + RANK) * 2)
     return {
         **label(shape),
         **columns("us", times),
-        **beside,
+        **xla_columns,
         "TFLOP/s": flops / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,

@@ -77,7 +77,7 @@ def inputs(shape: TurboquantDecodeShape) -> dict[str, Any]:
     """
     batch, heads, kv_heads, dim, tokens, _ = shape
     pages, form = -(-tokens // PAGE), shape.form
-    layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
+    layers = min(rotation(shape.read, max_inputs=32), max(1, 2**34 // shape.read))
     keys = jax.random.split(jax.random.key(0), 4)
     groups = (layers, batch * pages, kv_heads, PAGE // GROUP)
     if form.rotated:
@@ -143,12 +143,14 @@ def check(op: TimedOp, shape: TurboquantDecodeShape) -> float:
     errors, lse_errors = [], []
     for row, head in {(0, 0), (shape.batch - 1, shape.kv_heads - 1)}:
         keys, values = dequantized(shape.form, arrays, row, head, shape.tokens)
-        mine = slice(head * group, (head + 1) * group)
-        q = numpy_reference.exact(arrays["q"][row, 0, mine])
+        group_heads = slice(head * group, (head + 1) * group)
+        q = numpy_reference.exact(arrays["q"][row, 0, group_heads])
         last = np.full(group, shape.tokens - 1)
         expected, expected_lse = numpy_reference.attention(q, keys, values, last, shape.dim**-0.5)
-        errors.append(numpy_reference.relative_l2(np.asarray(out[row, 0, mine]), expected))
-        lse_errors.append(np.abs(numpy_reference.exact(lse[row, 0, mine]) - expected_lse).max())
+        errors.append(numpy_reference.relative_l2(np.asarray(out[row, 0, group_heads]), expected))
+        lse_errors.append(
+            np.abs(numpy_reference.exact(lse[row, 0, group_heads]) - expected_lse).max()
+        )
     return numpy_reference.accepted(f"gqa {shape}", errors, lse_errors, below=1e-2, lse_below=3e-2)
 
 

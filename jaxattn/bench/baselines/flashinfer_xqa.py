@@ -24,7 +24,9 @@ def decode(*numbers: Any) -> Callable[[int], Any]:
     page, pages = shape.page, -(-tokens // shape.page)
     dtype = t.float8_e4m3fn if shape.cache == "fp8" else t.bfloat16
     nbytes = batch * shape.seen * kv_heads * dim * 2 * dtype.itemsize
-    layers = min(rotation(nbytes, most=32), max(1, 2**34 // (2 * batch * tokens * kv_heads * dim)))
+    layers = min(
+        rotation(nbytes, max_inputs=32), max(1, 2**34 // (2 * batch * tokens * kv_heads * dim))
+    )
 
     def normal(*sizes: int) -> Any:
         return t.randn(sizes, dtype=t.bfloat16, device=DEVICE)

@@ -58,7 +58,7 @@ def flashmla(batch: int, heads: int, tokens: int | str, q_len: int) -> Call:
         raise ValueError(f"it supports only rows of one length, not {tokens}")
     op = operators(FLASHMLA).dense_decode_fwd
     pages = -(-tokens // mla.PAGE)
-    layers = rotation(batch * pages * mla.PAGE * mla.DIM * 2, most=32)
+    layers = rotation(batch * pages * mla.PAGE * mla.DIM * 2, max_inputs=32)
     q = _normal(batch, q_len, heads, mla.DIM)
     caches = [_normal(batch * pages, mla.PAGE, 1, mla.DIM) for _ in range(layers)]
     fixed = (mla.RANK, _ints([tokens] * batch), _tables(batch, pages), mla.SCALE, q_len > 1)
@@ -168,7 +168,9 @@ def flash_attention_decode(*numbers: Any) -> Call:
     pages = -(-tokens // page)
     dtype = torch.float8_e4m3fn if shape.cache == "fp8" else torch.bfloat16
     nbytes = batch * shape.seen * kv_heads * dim * 2 * dtype.itemsize
-    layers = min(rotation(nbytes, most=32), max(1, 2**34 // (2 * batch * tokens * kv_heads * dim)))
+    layers = min(
+        rotation(nbytes, max_inputs=32), max(1, 2**34 // (2 * batch * tokens * kv_heads * dim))
+    )
     q = _normal(batch, heads, dim, dtype=dtype)
     keys, values = (
         [_normal(batch * pages, page, kv_heads, dim, dtype=dtype) for _ in range(layers)]

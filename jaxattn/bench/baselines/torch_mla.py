@@ -17,7 +17,7 @@ def paged(batch: int, tokens: int | str) -> tuple[np.ndarray, np.ndarray, np.nda
     lens = mla.lengths(batch, tokens)
     pages = -(-lens // mla.PAGE)
     total = int(pages.sum())
-    layers = rotation(total * mla.PAGE * mla.DIM * 2, most=32)
+    layers = rotation(total * mla.PAGE * mla.DIM * 2, max_inputs=32)
     return lens, pages, np.random.default_rng(0).permutation(total), layers
 
 

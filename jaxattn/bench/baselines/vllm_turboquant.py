@@ -53,7 +53,7 @@ def decode(shape: TurboquantDecodeShape) -> TimedOp:
     """
     shape = TurboquantDecodeShape(*shape)
     ours = turboquant.inputs(shape)
-    layers = min(rotation(shape.read, most=32), max(1, 2**34 // shape.read))
+    layers = min(rotation(shape.read, max_inputs=32), max(1, 2**34 // shape.read))
     shared = {name: ours[name] for name in ("q", "block_tables", "seq_lens")}
     table, turn = jnp.asarray(levels(shape.form)), jnp.asarray(hadamard(shape.dim))
     cache = _filled(shape, layers, shared["block_tables"], table)
@@ -212,10 +212,10 @@ def error(op: TimedOp) -> float:
     for row, head in {(0, 0), (batch - 1, cache.shape[2] - 1)}:
         length = int(shared["seq_lens"][row])
         slots = cache[tables[row], :, head].reshape(-1, form.slot_bytes)[:length]
-        mine, last = slice(head * group, (head + 1) * group), np.full(group, length - 1)
+        group_heads, last = slice(head * group, (head + 1) * group), np.full(group, length - 1)
         right, _ = numpy_reference.attention(
-            numpy_reference.exact(q[row, 0, mine]), *dequantized(form, slots, table), last,
+            numpy_reference.exact(q[row, 0, group_heads]), *dequantized(form, slots, table), last,
             form.head_dim**-0.5,
         )  # fmt: skip
-        errors.append(numpy_reference.relative_l2(np.asarray(out[row, mine]), right))
+        errors.append(numpy_reference.relative_l2(np.asarray(out[row, group_heads]), right))
     return numpy_reference.worst(errors)

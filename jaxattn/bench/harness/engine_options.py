@@ -27,7 +27,7 @@ class EngineChoice:
         fields: The fields of config.json.
         engines: The engines in the order in which they run, vLLM first.
         peer_options: Additional options of vLLM.
-        said: Messages about engines that do not run, with the reason.
+        messages: Messages about engines that do not run, with the reason.
         on_cpu: Whether the engines run on the CPU.
     """
 
@@ -35,7 +35,7 @@ class EngineChoice:
     fields: Mapping[str, Any]
     engines: tuple[str, ...]
     peer_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
     on_cpu: bool = False
 
     @contextlib.contextmanager
@@ -103,14 +103,14 @@ def chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> EngineC
     if args.engine in (THEIRS.lower(), "both") and absent:
         parser.error(f"--engine {args.engine}: {absent}")
     engines = {OURS: (OURS,), THEIRS.lower(): (THEIRS,), "both": (THEIRS, OURS)}
-    wanted = args.engine or (OURS if absent else "both")
-    said = (f"Only {OURS} runs: {absent}",) if absent and args.engine is None else ()
+    engine = args.engine or (OURS if absent else "both")
+    messages = (f"Only {OURS} runs: {absent}",) if absent and args.engine is None else ()
     return EngineChoice(
         name=name,
         fields=fields,
-        engines=engines[wanted],
+        engines=engines[engine],
         peer_options=args.peer_options,
-        said=said,
+        messages=messages,
         on_cpu=args.small,
     )
 

@@ -38,8 +38,8 @@ class MaterializedArray(NamedTuple):
         return f"{self.array}, {self.nbytes / 2**20:.1f} MiB {often} ({self.instruction})"
 
 
-def materialized_arrays(text: str, *, least: int = LEAST) -> list[MaterializedArray]:
-    """Returns the results of at least `least` bytes that are not updated in place.
+def materialized_arrays(text: str, *, min_bytes: int = LEAST) -> list[MaterializedArray]:
+    """Returns the results of at least `min_bytes` bytes that are not updated in place.
 
     Results inside loops come first, then larger ones before smaller ones.
 
@@ -47,22 +47,22 @@ def materialized_arrays(text: str, *, least: int = LEAST) -> list[MaterializedAr
         text: The text of an optimized HLO module.
     """
     module = HloModule(text)
-    found = list(_of(module, module.entry, loop=False, least=least))
+    found = list(_of(module, module.entry, loop=False, min_bytes=min_bytes))
     return sorted(found, key=lambda each: (not each.loop, -each.nbytes))
 
 
-def _of(module: HloModule, name: str, *, loop: bool, least: int) -> Iterator[MaterializedArray]:
+def _of(module: HloModule, name: str, *, loop: bool, min_bytes: int) -> Iterator[MaterializedArray]:
     for each in module.computations.get(name, {}).values():
         if each.opcode == "while":
-            yield from _of(module, each.body, loop=True, least=least)
+            yield from _of(module, each.body, loop=True, min_bytes=min_bytes)
         elif each.opcode in ("call", "conditional"):
             for called in each.called:
-                yield from _of(module, called, loop=loop, least=least)
+                yield from _of(module, called, loop=loop, min_bytes=min_bytes)
         elif each.opcode.endswith("-start"):
             continue  # the matching "-done" instruction is counted
         elif each.opcode not in NOTHING and not _in_place(module, each):
             nbytes = dataclasses.replace(each, type=each.array).nbytes
-            if nbytes >= least and not each.array.startswith(WORKSPACE):
+            if nbytes >= min_bytes and not each.array.startswith(WORKSPACE):
                 yield MaterializedArray(each.array, nbytes, loop, each.name, each.op_name)
 
 

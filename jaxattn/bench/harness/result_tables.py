@@ -69,6 +69,6 @@ def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 def store(result: dict[str, Any], path: Path | None) -> None:
     """Writes a run's JSON if `path` is given; an interrupted run keeps its last stored state."""
     if path:
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(run_json(result))
-        beside.replace(path)
+        partial_path = path.with_name(f"{path.name}.part")
+        partial_path.write_text(run_json(result))
+        partial_path.replace(path)

@@ -36,9 +36,9 @@ TOGETHER, TURN_SECONDS = 32, 1e-3
 LOOP_SECONDS = 0.05  # of the timed calls
 
 
-def rotation(nbytes: int, most: int = 128) -> int:
+def rotation(nbytes: int, max_inputs: int = 128) -> int:
     """Number of inputs of `nbytes` to take in turn, so that L2 holds none when it is read."""
-    return max(1, min(most, -(-ROTATE_BYTES // nbytes)))
+    return max(1, min(max_inputs, -(-ROTATE_BYTES // nbytes)))
 
 
 def wall(call: Callable[[], Any]) -> float:

@@ -45,7 +45,7 @@ class ExecutableTimes:
     """Times in seconds of executables that are dispatched one after another.
 
     Attributes:
-        whole: Per step, if no tokens are read until all calls have run.
+        step_seconds: Per step, if no tokens are read until all calls have run.
         read: Per step, if tokens are read as late as the engine reads them.
         call: For dispatching one call of one or several steps, while the queue is short.
         copy: For requesting a call's tokens, without waiting.
@@ -53,7 +53,7 @@ class ExecutableTimes:
         texts: All tokens of each row, up to the last counted step.
     """
 
-    whole: float
+    step_seconds: float
     read: float
     call: float
     copy: float
@@ -97,18 +97,20 @@ class EngineReplay:
         engine._clear()  # only the host's rows; the device keeps its rows until new ones come
         found = round_of(engine.limits, rows, SamplingMode.GREEDY, self.several)
         self._step, self._weights = engine.executables[str(found)], runner.weights
-        self._held = runner.state, runner.rows
-        self._places = jax.device_put(np.arange(rows, dtype=np.int32))
+        self._carried_state = runner.state, runner.rows
+        self._row_indices = jax.device_put(np.arange(rows, dtype=np.int32))
         self.tell([self.send() for _ in range(warm)])
 
     def send(self) -> jax.Array:
         """Dispatches a call and returns its future tokens."""
-        self._held, told = self._step(self._weights, self._held, self._places)
-        return told
+        self._carried_state, future_tokens = self._step(
+            self._weights, self._carried_state, self._row_indices
+        )
+        return future_tokens
 
     def wait(self) -> None:
         """Waits until all calls have run."""
-        jax.block_until_ready(self._held)
+        jax.block_until_ready(self._carried_state)
 
     def tell(self, calls: list[jax.Array]) -> None:
         """Adds tokens to the texts.
@@ -126,7 +128,7 @@ class EngineReplay:
     def give_back(self) -> None:
         """Returns the state and the rows to the engine."""
         self.wait()
-        self.runner.state, self.runner.rows = self._held
+        self.runner.state, self.runner.rows = self._carried_state
 
 
 def queued(engine: Engine, rows: int, steps: int) -> ExecutableTimes:
@@ -143,27 +145,27 @@ def queued(engine: Engine, rows: int, steps: int) -> ExecutableTimes:
 def _run(queue: EngineReplay) -> tuple[float, list[list[int]]]:
     """(seconds until all calls have run, all tokens of each row)."""
     start = time.perf_counter()
-    told = [queue.send() for _ in range(queue.calls)]
+    future_tokens = [queue.send() for _ in range(queue.calls)]
     queue.wait()
     seconds = time.perf_counter() - start
-    queue.tell(told)
+    queue.tell(future_tokens)
     queue.give_back()
     return seconds, queue.texts
 
 
 def _read(queue: EngineReplay) -> float:
     """Seconds until the tokens of all calls are read."""
-    ahead = ROUNDS_AHEAD if queue.several == 1 else 1
+    num_ahead = ROUNDS_AHEAD if queue.several == 1 else 1
     flights: deque[jax.Array] = deque()
     start = time.perf_counter()
     for _ in range(queue.calls):
-        told = queue.send()
-        told.copy_to_host_async()
-        flights.append(told)
-        if len(flights) > ahead:
+        future_tokens = queue.send()
+        future_tokens.copy_to_host_async()
+        flights.append(future_tokens)
+        if len(flights) > num_ahead:
             np.asarray(flights.popleft())
-    for told in flights:
-        np.asarray(told)
+    for future_tokens in flights:
+        np.asarray(future_tokens)
     seconds = time.perf_counter() - start
     queue.give_back()
     return seconds
@@ -175,16 +177,16 @@ def _each(queue: EngineReplay) -> tuple[float, float, float]:
     sends, copies, takes = [], [], []
     for _ in range(min(CALLS, queue.calls) // burst):
         start = time.perf_counter()
-        told = [queue.send() for _ in range(burst)][-1]
+        future_tokens = [queue.send() for _ in range(burst)][-1]
         sent = time.perf_counter()
         sends.append((sent - start) / burst)
         queue.wait()
         start = time.perf_counter()
-        told.copy_to_host_async()
+        future_tokens.copy_to_host_async()
         copies.append(time.perf_counter() - start)
         time.sleep(1e-3)
         start = time.perf_counter()
-        np.asarray(told)
+        np.asarray(future_tokens)
         takes.append(time.perf_counter() - start)
     queue.give_back()
     return statistics.median(sends), statistics.median(copies), statistics.median(takes)

@@ -133,12 +133,12 @@ class HostTimes:
     """Seconds per step of a run.
 
     Attributes:
-        whole: Wall time of a step.
+        step_seconds: Wall time of a step.
         waited: The part of it in which the host waited for tokens.
         texts: The tokens that each row generated.
     """
 
-    whole: float
+    step_seconds: float
     waited: float
     texts: list[tuple[int, ...]]
 
@@ -148,16 +148,16 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
 
     The first rows follow `grammars`.
     """
-    first = WARM + 1
-    at: dict[int, tuple[float, float]] = {}
-    seen = 0
+    first_timed = WARM + 1
+    time_and_wait: dict[int, tuple[float, float]] = {}
+    num_tokens = 0
 
     def on_token(request: Request, token: int) -> None:
-        nonlocal seen
+        nonlocal num_tokens
         if request.id == rows - 1:  # the row that is prefilled last
-            seen += 1
-            if seen in (first, first + steps):
-                at[seen] = time.perf_counter(), engine.stats.waited_seconds
+            num_tokens += 1
+            if num_tokens in (first_timed, first_timed + steps):
+                time_and_wait[num_tokens] = time.perf_counter(), engine.stats.waited_seconds
 
     def on_finish(completion: Completion) -> None:
         if completion.finish_reason != FinishReason.LENGTH:
@@ -166,12 +166,12 @@ def rounds(engine: Engine, rows: int, steps: int, grammars: Sequence[Grammar] = 
             )
 
     engine.scheduler.drop_rows()  # resets the page pool, so that pages come in the queue's order
-    asked = [
+    timed_requests = [
         dataclasses.replace(request, grammar=grammar)
         for request, grammar in itertools.zip_longest(requests(rows, steps), grammars)
     ]
-    done = engine.generate(asked, on_token=on_token, on_finish=on_finish)
-    begin, end = at[first], at[first + steps]
+    done = engine.generate(timed_requests, on_token=on_token, on_finish=on_finish)
+    begin, end = time_and_wait[first_timed], time_and_wait[first_timed + steps]
     whole, waited = (end[0] - begin[0]) / steps, (end[1] - begin[1]) / steps
     return HostTimes(whole, waited, [each.tokens for each in done])
 
@@ -234,25 +234,25 @@ def measure(
         for count in grammars:
             made = maker(model.vocab_size)
             ran = [rounds(engine, rows, steps, made(count)) for _ in range(repeats)]
-            bound[f"{count} grammars ms"] = statistics.median(run.whole for run in ran) * 1e3
-            host = statistics.median(run.whole - run.waited for run in ran)
+            bound[f"{count} grammars ms"] = statistics.median(run.step_seconds for run in ran) * 1e3
+            host = statistics.median(run.step_seconds - run.waited for run in ran)
             bound[f"{count} grammars us"] = host * 1e6
         sealed = "; ".join(seal.what) or "yes"
     same = [differing(run.texts, alone.texts) for alone, run in runs]
-    exposed = [run.whole - alone.whole for alone, run in runs]
+    exposed = [run.step_seconds - alone.step_seconds for alone, run in runs]
     return {
         "B": rows,
         "steps": several,
-        "executable ms": statistics.median(alone.whole for alone, _ in runs) * 1e3,
+        "executable ms": statistics.median(alone.step_seconds for alone, _ in runs) * 1e3,
         "read ms": statistics.median(alone.read for alone, _ in runs) * 1e3,
         "call us": statistics.median(alone.call for alone, _ in runs) * 1e6,
         "copy us": statistics.median(alone.copy for alone, _ in runs) * 1e6,
         "take us": statistics.median(alone.take for alone, _ in runs) * 1e6,
-        "round ms": statistics.median(run.whole for _, run in runs) * 1e3,
+        "round ms": statistics.median(run.step_seconds for _, run in runs) * 1e3,
         "exposed us": statistics.median(exposed) * 1e6,
         "spread us": (max(exposed) - min(exposed)) * 1e6,
-        "host us": statistics.median(run.whole - run.waited for _, run in runs) * 1e6,
-        "tokens/s": rows / statistics.median(run.whole for _, run in runs),
+        "host us": statistics.median(run.step_seconds - run.waited for _, run in runs) * 1e6,
+        "tokens/s": rows / statistics.median(run.step_seconds for _, run in runs),
         "sealed": sealed,
         "same tokens": next((told for told in same if told != "yes"), "yes"),
     } | bound

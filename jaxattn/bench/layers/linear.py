@@ -85,7 +85,7 @@ class LinearCase(NamedTuple):
     @property
     def layers(self) -> int:
         """The number of layers whose matrices together do not fit in L2."""
-        return rotation(self.nbytes, most=128)
+        return rotation(self.nbytes, max_inputs=128)
 
     @property
     def stack(self) -> Stack:

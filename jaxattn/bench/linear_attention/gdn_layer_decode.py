@@ -92,12 +92,12 @@ def measure(
         raise AssertionError(f"gdn decode {shape}: relative error {error} against float64")
     time, _ = times = op.times()
     del op  # frees its pools for XLA's
-    beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
     moved = 2 * batch * value_heads * DIM * DIM * jnp.dtype(dtype).itemsize
     return {
         **label(shape),
         **columns("us", times),
-        **beside,
+        **xla_columns,
         "TFLOP/s": FLOP * batch * tokens * value_heads / time / 1e12,
         "GB/s": moved / time / 1e9,
         "relative error": error,

@@ -153,12 +153,12 @@ def measure(
     op.operands = [each | {"g": WEAK * each["g"]} for each in op.operands]
     weak = op.time()
     del op  # frees memory for XLA's intermediates
-    beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
+    xla_columns = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),
         **columns("ms", times),
         "weak ms": weak * 1e3,
-        **beside,
+        **xla_columns,
         "TFLOP/s": FLOP * count * length * value_heads / time / 1e12,
         "GB/s": moved(*shape) / time / 1e9,
         "relative L2": error,

@@ -104,12 +104,12 @@ def measure(
     time, _ = times = op.times()
     del op
     apart = prefill(shape, implementation, inside=False).time()
-    beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
+    xla_columns = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),
         **columns("ms", times),
         "XLA norm ms": apart * 1e3,
-        **beside,
+        **xla_columns,
         "TFLOP/s": FLOP * count * length * value_heads / time / 1e12,
         "GB/s": (moved(*shape) + gate_bytes(shape)) / time / 1e9,
         "relative L2": error,

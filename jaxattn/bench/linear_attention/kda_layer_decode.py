@@ -86,13 +86,13 @@ def measure(
         raise AssertionError(f"kda decode {shape}: relative error {error} against float64")
     time, _ = times = op.times()
     del op  # frees its pools for those of the next ops
-    beside = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
+    xla_columns = {"xla us": decode(shape, "xla").time() * 1e6} if xla else {}
     of_heads = gdn_layer_decode.decode((batch, heads, heads, tokens, "float32"), implementation)
     return {
         **label(shape),
         **columns("us", times),
         "gdn us": of_heads.time() * 1e6,
-        **beside,
+        **xla_columns,
         "TFLOP/s": gdn_layer_decode.FLOP * batch * tokens * heads / time / 1e12,
         "GB/s": 2 * batch * heads * DIM * DIM * 4 / time / 1e9,
         "relative error": error,

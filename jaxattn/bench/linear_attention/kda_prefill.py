@@ -61,12 +61,12 @@ def measure(
         raise AssertionError(f"kda prefill {shape}: relative L2 {error} against float64")
     time, _ = times = op.times()
     del op  # frees memory for the intermediates of the next ops
-    beside = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
+    xla_columns = {"xla ms": prefill(shape, "xla").time() * 1e3} if xla else {}
     return {
         **label(shape),
         **columns("ms", times),
         "gdn ms": gdn_prefill.prefill(as_gdn, implementation).time() * 1e3,
-        **beside,
+        **xla_columns,
         "TFLOP/s": gdn_prefill.FLOP * count * length * heads / time / 1e12,
         "GB/s": moved(*shape) / time / 1e9,
         "relative L2": error,

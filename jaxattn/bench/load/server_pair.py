@@ -44,7 +44,7 @@ def run(
         "serve", program, ["serve", *argv], seed=test.seed, method=ARRIVALS, device=False
     )
     result |= {"model": choice.name, "options": "default", **facts, "engines": {}}
-    result |= {"errors": list(choice.said), "rows": []}
+    result |= {"errors": list(choice.messages), "rows": []}
     measured: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}
     for engine in choice.engines:
         with (

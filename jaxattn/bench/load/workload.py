@@ -42,31 +42,32 @@ class LoadRequest:
 
 @dataclasses.dataclass(frozen=True)
 class LengthDistribution:
-    """Lengths of prompts and answers in tokens; None draws them like ShareGPT's, up to `most`."""
+    """Lengths of prompts and answers in tokens; None draws them like ShareGPT's, clipped
+    to `max_length`."""
 
     prompt: int | None = None
     answer: int | None = None
-    most: int = MOST
+    max_length: int = MOST
 
     def lengths(self, count: int, seed: int) -> Iterator[tuple[int, int]]:
         """Yields (prompt tokens, answer tokens); the same seed gives the same lengths."""
-        luck = random.Random(seed)
+        rng = random.Random(seed)
         for _ in range(count):
-            tokens = self.prompt or drawn(luck, *PROMPT, self.most)
-            yield tokens, self.answer or drawn(luck, *ANSWER, self.most)
+            tokens = self.prompt or drawn(rng, *PROMPT, self.max_length)
+            yield tokens, self.answer or drawn(rng, *ANSWER, self.max_length)
 
     def asks(
         self, count: int, seed: int, prompt_of: PromptMaker, draw: int = 0
     ) -> Iterator[LoadRequest]:
         """Yields requests that depend only on `seed` and `draw`, which selects the prompts."""
-        luck = random.Random(f"{seed} {draw}")
+        rng = random.Random(f"{seed} {draw}")
         for tokens, answer in self.lengths(count, seed):
-            yield LoadRequest(prompt_of(luck, tokens), tokens, answer)
+            yield LoadRequest(prompt_of(rng, tokens), tokens, answer)
 
 
-def drawn(luck: random.Random, median: float, spread: float, most: int) -> int:
-    """A length in tokens from a log-normal distribution, clipped to LEAST and `most`."""
-    return min(max(round(luck.lognormvariate(math.log(median), spread)), LEAST), most)
+def drawn(rng: random.Random, median: float, spread: float, max_length: int) -> int:
+    """A length in tokens from a log-normal distribution, clipped to LEAST and `max_length`."""
+    return min(max(round(rng.lognormvariate(math.log(median), spread)), LEAST), max_length)
 
 
 def texts(characters: float) -> PromptMaker:

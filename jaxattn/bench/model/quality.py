@@ -110,7 +110,7 @@ def main(argv: Sequence[str], program: str) -> int:
 
 
 def rows_of(
-    tokenizer: Tokenizer, text: Path, context: int, most: int | None
+    tokenizer: Tokenizer, text: Path, context: int, max_tokens: int | None
 ) -> "np.ndarray[Any, Any]":
     """The text's tokens as int32 [rows, context], each row after a BOS if the tokenizer adds one.
 
@@ -120,37 +120,39 @@ def rows_of(
         InputError: the file cannot be read, or has too few tokens.
     """
     try:
-        given = text.read_text("utf-8")
+        content = text.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {text}: {error}") from error
-    before = tokenizer.encode("")
-    tokens = tokenizer.encode(given)[len(before) :][:most]
-    width = min(context - len(before), len(tokens))
+    bos_tokens = tokenizer.encode("")
+    tokens = tokenizer.encode(content)[len(bos_tokens) :][:max_tokens]
+    width = min(context - len(bos_tokens), len(tokens))
     if width < 1:
         raise InputError(f"{text} has {len(tokens)} tokens; it needs at least 2")
     count = len(tokens) // width
     body = np.array(tokens[: count * width], np.int32).reshape(count, width)
-    return np.concatenate([np.tile(np.array(before, np.int32), (count, 1)), body], axis=1)
+    return np.concatenate([np.tile(np.array(bos_tokens, np.int32), (count, 1)), body], axis=1)
 
 
-def formats_of(model: DecoderModel, asked: Sequence[str] | None) -> list[str]:
+def formats_of(model: DecoderModel, requested_formats: Sequence[str] | None) -> list[str]:
     """The formats to measure, the model's own first.
 
     Raises:
         InputError: the model does not support a requested format.
     """
-    if asked is None:
-        own = [set(m.cache_formats) for m in model.spec.mixers.values() if m.cache_formats]
-        there = set[str].intersection(*own) if own else set()
-        asked = [name for name in CACHE_FORMATS if name in there]
-    found = []
-    for name in asked:
+    if requested_formats is None:
+        formats_per_mixer = [
+            set(m.cache_formats) for m in model.spec.mixers.values() if m.cache_formats
+        ]
+        common_formats = set[str].intersection(*formats_per_mixer) if formats_per_mixer else set()
+        requested_formats = [name for name in CACHE_FORMATS if name in common_formats]
+    distinct_formats = []
+    for name in requested_formats:
         try:
             if name != "auto" and model.with_cache_format(name).caches != model.caches:
-                found.append(name)
+                distinct_formats.append(name)
         except ValueError as error:
             raise InputError(str(error)) from error
-    return ["auto", *found]
+    return ["auto", *distinct_formats]
 
 
 def measure(
@@ -171,18 +173,18 @@ def measure(
 
 def line(scores: TextScores, reference: TextScores) -> dict[str, Any]:
     """A row of the table."""
-    loss, of_loss = interval(-scores.logprobs)
-    ratio, of_ratio = interval(reference.logprobs - scores.logprobs)
-    same, of_same = interval(scores.best == reference.best)
+    loss, loss_interval = interval(-scores.logprobs)
+    ratio, ratio_interval = interval(reference.logprobs - scores.logprobs)
+    same, same_interval = interval(scores.best == reference.best)
     return {
         "perplexity": math.exp(loss),
-        "from": math.exp(loss - of_loss),
-        "to": math.exp(loss + of_loss),
+        "from": math.exp(loss - loss_interval),
+        "to": math.exp(loss + loss_interval),
         "over auto": f"{math.exp(ratio):.4f}",
-        "ratio from": f"{math.exp(ratio - of_ratio):.4f}",
-        "ratio to": f"{math.exp(ratio + of_ratio):.4f}",
+        "ratio from": f"{math.exp(ratio - ratio_interval):.4f}",
+        "ratio to": f"{math.exp(ratio + ratio_interval):.4f}",
         "top-1 %": f"{100 * same:.2f}",
-        "top-1 ±": f"{100 * of_same:.2f}",
+        "top-1 ±": f"{100 * same_interval:.2f}",
         "nats": loss,
     }
 

@@ -94,14 +94,16 @@ class TextScorer:
 
         def run(tokens: Int[np.ndarray, "B T"]) -> Told:
             state, found = self._new_state(), []
-            for first in range(0, tokens.shape[1] - 1, self.chunk):
+            for start in range(0, tokens.shape[1] - 1, self.chunk):
                 # The last chunk may be shorter and is padded.
-                own = tokens[:, first : first + self.chunk + 1]
+                chunk_tokens = tokens[:, start : start + self.chunk + 1]
                 padded = np.zeros((self.rows, self.chunk + 1), np.int32)
-                padded[:, : own.shape[1]] = own
-                news = np.int32(own.shape[1] - 1)
-                told, state = self._prefill(self.params, state, padded, np.int32(first), news)
-                found.append([np.asarray(each)[:, :news] for each in told])
+                padded[:, : chunk_tokens.shape[1]] = chunk_tokens
+                num_new_tokens = np.int32(chunk_tokens.shape[1] - 1)
+                scores, state = self._prefill(
+                    self.params, state, padded, np.int32(start), num_new_tokens
+                )
+                found.append([np.asarray(each)[:, :num_new_tokens] for each in scores])
             return tuple(np.concatenate(each, axis=1) for each in zip(*found, strict=True))  # type: ignore[return-value]
 
         return self._together(texts, run)
@@ -109,10 +111,12 @@ class TextScorer:
     def _together(self, texts: Any, run: Callable[[Any], Told]) -> TextScores:
         """Runs `self.rows` texts at a time; copies of the first text fill up the last batch."""
         found = []
-        for first in range(0, len(texts), self.rows):
-            own = texts[first : first + self.rows]
-            whole = np.concatenate([own, np.repeat(texts[:1], self.rows - len(own), axis=0)])
-            found.append([np.asarray(each)[: len(own)] for each in run(whole)])
+        for start in range(0, len(texts), self.rows):
+            batch_texts = texts[start : start + self.rows]
+            full_batch = np.concatenate(
+                [batch_texts, np.repeat(texts[:1], self.rows - len(batch_texts), axis=0)]
+            )
+            found.append([np.asarray(each)[: len(batch_texts)] for each in run(full_batch)])
         logprobs, best = (np.concatenate(each) for each in zip(*found, strict=True))
         return TextScores(logprobs, best)
 
@@ -121,32 +125,36 @@ class TextScorer:
     ) -> tuple[Told, DecodeState]:
         """The scores of each token except the first, [B, T - 1], by T - 1 decode steps."""
 
-        def step(state: DecodeState, place: Array) -> tuple[DecodeState, Told]:
+        def step(state: DecodeState, position: Array) -> tuple[DecodeState, Told]:
             now, following = (
-                lax.dynamic_slice_in_dim(tokens, place + behind, 1, axis=1) for behind in (0, 1)
+                lax.dynamic_slice_in_dim(tokens, position + behind, 1, axis=1) for behind in (0, 1)
             )
-            lens = jnp.full(self.rows, place + 1, jnp.int32)
+            lens = jnp.full(self.rows, position + 1, jnp.int32)
             batch = DecodeBatch(now, lens, jnp.asarray(self._tables), jnp.arange(self.rows))
             logits, state = self.model.decode(
                 params, state, batch, implementation=self.implementation
             )
             return state, _told(logits, following[:, 0])
 
-        state, told = lax.scan(step, state, jnp.arange(tokens.shape[1] - 1))
-        return (told[0].T, told[1].T), state
+        state, scores = lax.scan(step, state, jnp.arange(tokens.shape[1] - 1))
+        return (scores[0].T, scores[1].T), state
 
     def _read(
         self,
         params: Any,
         state: DecodeState,
         tokens: Int[Array, "B T+1"],
-        first: Int[Array, ""],
-        news: Int[Array, ""],
+        start: Int[Array, ""],
+        num_new_tokens: Int[Array, ""],
     ) -> tuple[Told, DecodeState]:
         """The scores of the tokens after those of a chunk, [B, T]; the head runs per column."""
-        whole = jnp.full(self.rows, news, jnp.int32)
+        query_lens = jnp.full(self.rows, num_new_tokens, jnp.int32)
         batch = PrefillBatch(
-            tokens[:, :-1], whole, first + whole, jnp.asarray(self._tables), jnp.arange(self.rows)
+            tokens[:, :-1],
+            query_lens,
+            start + query_lens,
+            jnp.asarray(self._tables),
+            jnp.arange(self.rows),
         )
         chosen = self.implementation if self.implementation == "xla" else None
         hidden, state = self.model.prefill_hidden(params, state, batch, implementation=chosen)
@@ -154,8 +162,8 @@ class TextScorer:
         def column(pair: tuple[Array, Array]) -> Told:
             return _told(self.model.head(params, pair[0]), pair[1])
 
-        told = lax.map(column, (hidden.swapaxes(0, 1), tokens[:, 1:].T))
-        return (told[0].T, told[1].T), state
+        scores = lax.map(column, (hidden.swapaxes(0, 1), tokens[:, 1:].T))
+        return (scores[0].T, scores[1].T), state
 
 
 def _told(logits: Float[Array, "B vocab"], following: Int[Array, "B"]) -> Told:

@@ -102,21 +102,21 @@ class AllReduceCase:
         gpus: The number of GPUs.
         kib: KiB of each GPU's array.
         dtype: The dtype of the array.
-        how: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first two.
-            For the third it is "filler", which has a residual and no product before the sum.
+        method: "XLA", "NCCL" or "one launch". The loop without a sum is "nothing" for the first
+            two. For the third it is "filler", which has a residual and no product before the sum.
     """
 
     gpus: int
     kib: int
     dtype: str
-    how: str
+    method: str
 
     @property
     def base(self) -> "AllReduceCase":
         """The loop without the sum."""
-        if self.how == "one launch":
-            return dataclasses.replace(self, how="filler")
-        return dataclasses.replace(self, how="nothing")
+        if self.method == "one launch":
+            return dataclasses.replace(self, method="filler")
+        return dataclasses.replace(self, method="nothing")
 
     @property
     def numbers(self) -> int:
@@ -134,17 +134,17 @@ class AllReduceLoop:
         self.of, self.turns = of, turns
         self.group = DeviceGroup(Parallel(tensor=of.gpus), tuple(jax.devices()[: of.gpus]))
         self.axes = self.group.parallel.axes("tensor")
-        self.filler, self.own = filler, PartitionSpec(self.axes)
-        self.fused = of.how == "one launch"
-        residual = self.fused or of.how == "filler"
-        self.given = _residual(of)[: 1 + self.fused] if residual else _numbers(of)
+        self.filler, self.shard_spec = filler, PartitionSpec(self.axes)
+        self.fused = of.method == "one launch"
+        residual = self.fused or of.method == "filler"
+        self.input_arrays = _residual(of)[: 1 + self.fused] if residual else _numbers(of)
         self.boxes = SymmetricMemoryCache(gpus=of.gpus, tokens=of.tokens, features=FEATURES)
         self.compiled: Any = None
 
     def compile(self) -> None:
         """Compiles from shapes, before any array is on a device."""
-        specs = self.own, *[WHOLE] * len(self.given)
-        out_specs = WHOLE, self.own
+        specs = self.shard_spec, *[WHOLE] * len(self.input_arrays)
+        out_specs = WHOLE, self.shard_spec
         over = self.group.step(self._launches if self.fused else self._sums, specs, out_specs)
         run = jit_step(
             lambda operands, state: over(state, *operands),
@@ -153,7 +153,10 @@ class AllReduceLoop:
         kept: Any = jax.ShapeDtypeStruct((1,), jnp.float32)
         kept = self.boxes.shapes(NO_ROWS) if self.fused else kept
         state = kept, jax.ShapeDtypeStruct((self.filler,), jnp.float32)
-        shapes = self.group.shapes(self.given, WHOLE), self.group.shapes(state, self.own)
+        shapes = (
+            self.group.shapes(self.input_arrays, WHOLE),
+            self.group.shapes(state, self.shard_spec),
+        )
         self.compiled = run.lower(*shapes).compile()
 
     @contextlib.contextmanager
@@ -165,9 +168,9 @@ class AllReduceLoop:
         """
         gpus = self.of.gpus
         if gpus not in fillers:
-            fillers[gpus] = self.group.put(np.ones(gpus * self.filler, np.float32), self.own)
-        kept = self._mailbox() if self.fused else self.group.put(_shares(self.of), self.own)
-        self.operands = tuple(self.group.put(array, WHOLE) for array in self.given)
+            fillers[gpus] = self.group.put(np.ones(gpus * self.filler, np.float32), self.shard_spec)
+        kept = self._mailbox() if self.fused else self.group.put(_shares(self.of), self.shard_spec)
+        self.operands = tuple(self.group.put(array, WHOLE) for array in self.input_arrays)
         self.state: Any = jax.block_until_ready((kept, fillers.pop(gpus)))
         yield
         _, fillers[gpus] = self.state
@@ -184,7 +187,7 @@ class AllReduceLoop:
     def _mailbox(self) -> Any:
         empty = functools.partial(self.boxes.init, NO_ROWS)
         # The buffer has to exist on all GPUs before any GPU writes to another.
-        return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.own)))
+        return self.boxes.connected(jax.block_until_ready(self.group.make(empty, self.shard_spec)))
 
     def _sums(self, state: Any, x: jax.Array) -> tuple[jax.Array, Any]:
         """Each GPU has its own share, as XLA would compute a sum of equal arrays locally."""
@@ -193,10 +196,10 @@ class AllReduceLoop:
             share, filler, x = carry
             for _number in range(PER_TURN):
                 filler, x = _filled(filler, x)
-                if self.of.how != "filler":
+                if self.of.method != "filler":
                     x = x * share.astype(x.dtype)
                 x = lax.optimization_barrier(x)
-                if self.of.how not in ("filler", "nothing"):
+                if self.of.method not in ("filler", "nothing"):
                     x = lax.psum(x, self.axes)
             return (share, filler, x), None
 
@@ -248,13 +251,13 @@ def _residual(of: AllReduceCase) -> tuple[np.ndarray, ...]:
 def wanted(args: argparse.Namespace) -> list[AllReduceCase]:
     """The cases of a run."""
     sums = [
-        AllReduceCase(gpus=gpus, kib=kib, dtype=dtype, how=how)
+        AllReduceCase(gpus=gpus, kib=kib, dtype=dtype, method=how)
         for gpus in args.gpus
         for dtype in args.dtypes
         for kib in args.kib
         for how in (("NCCL",) if args.nccl else ("XLA", "one launch"))
     ]
-    return [each for each in sums if each.how != "one launch" or _one_launch(each)]
+    return [each for each in sums if each.method != "one launch" or _one_launch(each)]
 
 
 def _one_launch(of: AllReduceCase) -> bool:
@@ -265,23 +268,23 @@ def _one_launch(of: AllReduceCase) -> bool:
 
 def time(loop: AllReduceLoop, base: float) -> dict[str, Any]:
     """Returns a row. `base` is the time in seconds of the work before a sum."""
-    took, of = loop.seconds() - base, loop.of
+    seconds, of = loop.seconds() - base, loop.of
     kernels = {
         f"{launch.kernel} {launch.op}": [length for _, length in events]
         for launch, events in _launched(loop).items()
         if any(word in f"{launch.kernel} {launch.op}".lower() for word in COLLECTIVES)
     }
-    most = max(kernels, key=lambda name: sum(kernels[name]), default="")
+    longest_kernel = max(kernels, key=lambda name: sum(kernels[name]), default="")
     lengths = [length for each in kernels.values() for length in each]
     return {
         "GPUs": of.gpus,
         "dtype": of.dtype,
         "KiB": of.kib,
-        "sum": of.how,
-        "us": took * 1e6,
+        "sum": of.method,
+        "us": seconds * 1e6,
         "kernel us": statistics.median(lengths) / 1e3 if lengths else "",
         "base us": base * 1e6,
-        "kernel": most[:40],
+        "kernel": longest_kernel[:40],
     }
 
 

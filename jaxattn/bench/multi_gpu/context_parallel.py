@@ -146,17 +146,17 @@ class ContextParallelCase:
         self.parallel = Parallel(tensor=gpus, context=gpus)
         self.group = DeviceGroup(self.parallel, tuple(jax.devices()[:gpus]))
         self.stripes = -(-tokens // (PAGE * gpus))
-        own = self.parallel.axes("tensor") or None
-        self.by_heads = PartitionSpec(None, None, own)
+        tensor_axes = self.parallel.axes("tensor") or None
+        self.by_heads = PartitionSpec(None, None, tensor_axes)
         by_launches = gpus > 1 and sent != "XLA" and implementation != "xla"
         by_launches = by_launches and peers_reach(self.group.devices)
         self.pieces = pieces_of(heads // gpus, DIM, RANK) if by_launches else None
         self.room = None
-        gathered = gathered_in(heads // gpus * DIM)
-        if self.pieces and gathered and sent == "met":
+        gathered_pieces = gathered_in(heads // gpus * DIM)
+        if self.pieces and gathered_pieces and sent == "met":
             self.room = mla.merge_buffer_shape(1, heads, max_pages=self.stripes, page_size=PAGE)
-            self.pieces = gathered if self.room else self.pieces
-        self.state_specs = PartitionSpec(None, own), self.group.each, self.group.each
+            self.pieces = gathered_pieces if self.room else self.pieces
+        self.state_specs = PartitionSpec(None, tensor_axes), self.group.each, self.group.each
         self._loops: dict[int, Any] = {}
         self.state: Any = None
 
@@ -193,9 +193,9 @@ class ContextParallelCase:
         cache, arena, mailbox = state
         tables, lens = jnp.asarray(self._tables())[None], jnp.full(1, self.tokens, jnp.int32)
         spread = ContextParallelPages.of(self.parallel, tables, lens, page_size=PAGE, q_len=1)
-        seen = lens if spread is None else spread.lens
+        local_lens = lens if spread is None else spread.lens
         schedule = mla.decode_schedule(
-            seen,
+            local_lens,
             q_len=1,
             num_heads=self.heads,
             max_pages=self.stripes,
@@ -209,9 +209,9 @@ class ContextParallelCase:
             queries, _ = lax.optimization_barrier((queries, before))
 
             def attend(
-                parts: Any, tables: Any, lens: Any, **merge: Any
+                query_parts: Any, tables: Any, lens: Any, **merge: Any
             ) -> tuple[Any, Any, list[Any]]:
-                given: Any = dict(
+                decode_options: Any = dict(
                     scale=SCALE,
                     layer=layer,
                     schedule=schedule,
@@ -220,15 +220,19 @@ class ContextParallelCase:
                 )
                 if merge:
                     found = mla.mla_decode_context_parallel(
-                        parts[0], cache, tables, lens, **given, **merge
+                        query_parts[0], cache, tables, lens, **decode_options, **merge
                     )
-                    out, kept, after = found
-                    return out, after, [kept]
-                out, lse, kept = mla.mla_decode(parts[0], cache, tables, lens, **given)
-                return out, lse, [kept]
+                    out, new_arena, after = found
+                    return out, after, [new_arena]
+                out, lse, new_arena = mla.mla_decode(
+                    query_parts[0], cache, tables, lens, **decode_options
+                )
+                return out, lse, [new_arena]
 
             if spread is None:
-                out, _, rest = attend([queries], tables, BoundedLengths(seen, self.stripes * PAGE))
+                out, _, rest = attend(
+                    [queries], tables, BoundedLengths(local_lens, self.stripes * PAGE)
+                )
             else:
                 merge = spread
                 if mailbox and self.pieces:

@@ -134,7 +134,7 @@ class ShardedModel:
         batch = DecodeBatch(*shapes)
         step = functools.partial(_greedy, self.model, self.implementation)
         out_specs = self.group.rows, self.specs[1]
-        over = self.group.step(step, (*self.specs, self.group.rows), out_specs)
+        sharded_step = self.group.step(step, (*self.specs, self.group.rows), out_specs)
         arguments = zip(
             (self.packed_shapes, self.state_shapes, batch),
             (*self.specs, self.group.rows),
@@ -142,7 +142,7 @@ class ShardedModel:
         )
         shapes = (self.group.shapes(local_shapes, spec) for local_shapes, spec in arguments)
         out = self.group.shardings(out_specs)
-        return jit_step(over, backend=self.platform, out_shardings=out).trace(*shapes)
+        return jit_step(sharded_step, backend=self.platform, out_shardings=out).trace(*shapes)
 
     def compile_all(self, pool: Executor) -> None:
         """Starts to compile everything that `fill` and `time` run."""
@@ -186,7 +186,7 @@ class ShardedModel:
             self.parallel,
             total=memory.total,
             rows=count // self.parallel.data,
-            held=self.nbytes[0] + nbytes(self.state_shapes.arena) + temp,
+            other_bytes=self.nbytes[0] + nbytes(self.state_shapes.arena) + temp,
         )
 
     # --- on the devices
@@ -250,12 +250,12 @@ class ShardedModel:
         groups = self.parallel.data
         batch = self.rows.decode(count // groups, step)
         batch = dataclasses.replace(batch, seq_lens=np.full_like(batch.seq_lens, self.tokens))
-        whole = jax.tree.map(lambda x: np.concatenate([x] * groups), batch)
+        full_batch = jax.tree.map(lambda x: np.concatenate([x] * groups), batch)
         # Equal tokens would choose equal experts, and so fewer of them.
-        drawn = np.random.default_rng((self.seed, step, count))
-        tokens = drawn.integers(self.rows.vocab, size=whole.tokens.shape, dtype=np.int32)
-        whole = dataclasses.replace(whole, tokens=tokens)
-        return jax.device_put(whole, self.group.sharding(self.group.rows))
+        generator = np.random.default_rng((self.seed, step, count))
+        tokens = generator.integers(self.rows.vocab, size=full_batch.tokens.shape, dtype=np.int32)
+        full_batch = dataclasses.replace(full_batch, tokens=tokens)
+        return jax.device_put(full_batch, self.group.sharding(self.group.rows))
 
     def time(self, count: int, options: Options = ()) -> dict[str, Any]:
         """Returns the row of a decode step of `count` rows, compiled with one of `options`."""
@@ -277,7 +277,7 @@ class ShardedModel:
                 result = call(number)
             return result
 
-        whole = seconds(run, repeats=5, warmup=0.0) / calls
+        step_seconds = seconds(run, repeats=5, warmup=0.0) / calls
         spent = launches(call, calls=min(calls, 8))
         gpus = self.parallel.gpus
         forms = [each for each in all_reduces(compiled.as_text() or "") if each.of_layers]
@@ -296,8 +296,8 @@ class ShardedModel:
             "XLA options": " ".join(f"{key}={value}" for key, value in options),
             "B": count,
             "T": self.tokens,
-            "ms": whole * 1e3,
-            "tokens/s": count / whole,
+            "ms": step_seconds * 1e3,
+            "tokens/s": count / step_seconds,
             "kernels ms": sum(each.seconds for each in spent.values()) / gpus * 1e3,
             "roof ms": self.roof_bytes(count) / card * 1e3 if card else None,
             "collectives ms": sum(meeting) / gpus * 1e3,
@@ -315,7 +315,7 @@ def model_specs(model: Any) -> tuple[Any, DecodeState]:
     return model.packed_specs(), model.state_specs()
 
 
-def cache_tokens(model: Any, parallel: Parallel, *, total: int, rows: int, held: int) -> int:
+def cache_tokens(model: Any, parallel: Parallel, *, total: int, rows: int, other_bytes: int) -> int:
     """Maximum number of tokens in the caches of a layout, over all its data groups, from shapes.
 
     Pages that are split over GPUs (`context`) count once per GPU. The result is 0 if weights and
@@ -325,17 +325,17 @@ def cache_tokens(model: Any, parallel: Parallel, *, total: int, rows: int, held:
         model: The model that one GPU runs.
         total: Bytes of a GPU.
         rows: Rows of a data group.
-        held: Bytes in addition to the caches: weights, scratch and temp.
+        other_bytes: Bytes in addition to the caches: weights, scratch and temp.
     """
 
     def size(pages: int) -> int:
-        wanted = CacheSize(pages=pages, slots=rows)
-        return sum(nbytes(cache.shapes(wanted)) for cache in model.caches)
+        cache_size = CacheSize(pages=pages, slots=rows)
+        return sum(nbytes(cache.shapes(cache_size)) for cache in model.caches)
 
     page = size(2) - size(1)
     if not page:
         return 0
-    pages = 1 + (int(total * UTILIZATION) - held - size(1)) // page
+    pages = 1 + (int(total * UTILIZATION) - other_bytes - size(1)) // page
     return max(pages, 0) * PAGE_SIZE * parallel.context * parallel.data
 
 

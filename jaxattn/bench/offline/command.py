@@ -107,7 +107,7 @@ def main(argv: Sequence[str], program: str) -> int:
         "options": "default",
         "work": dataclasses.asdict(args.work),
         "engines": {},
-        "errors": list(choice.said),
+        "errors": list(choice.messages),
         "rows": [],
     }
     rows: dict[str, list[dict[str, Any]]] = {OURS: [], THEIRS: []}

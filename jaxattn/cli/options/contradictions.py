@@ -16,25 +16,25 @@ def check_sizes(options: argparse.Namespace) -> None:
     """Raises InputError if a size exceeds the size that it is a part of, or if --num-pages cannot
     hold a row of --max-model-len."""
     length, batch, pages = options.max_model_len, options.batch, options.num_pages
-    for part, whole, why in (
+    for smaller_name, larger_name, reason in (
         ("prefill_chunk", "max_model_len", "no prompt is as long as a chunk"),
         ("prefill_rows", "batch", "each prompt needs a row"),
         ("mixed_tokens", "prefill_tokens", "no step processes that many prompt tokens"),
     ):
-        one, other = getattr(options, part, None), getattr(options, whole, None)
-        if one and other and one > other:
+        smaller, larger = getattr(options, smaller_name, None), getattr(options, larger_name, None)
+        if smaller and larger and smaller > larger:
             raise InputError(
-                f"{_named(part, one)} exceeds {_named(whole, other)}, and {why}; decrease it, or "
-                "leave one of them out"
+                f"{_named(smaller_name, smaller)} exceeds {_named(larger_name, larger)}, and "
+                f"{reason}; decrease it, or leave one of them out"
             )
     _check_mixed(options)
-    held = pages and pages * PAGE_SIZE * options.context
-    if held and length and held < length:
-        needed = -(-length // (PAGE_SIZE * options.context))
+    capacity = pages and pages * PAGE_SIZE * options.context
+    if capacity and length and capacity < length:
+        num_pages = -(-length // (PAGE_SIZE * options.context))
         row = _named("max_model_len", length)
         raise InputError(
-            f"{_named('num_pages', pages)} has room for only {held:,} tokens of {row}; give "
-            f"{needed} pages or more, a smaller length, or leave one of them out"
+            f"{_named('num_pages', pages)} has room for only {capacity:,} tokens of {row}; give "
+            f"{num_pages} pages or more, a smaller length, or leave one of them out"
         )
     if batch and batch % options.data:
         raise InputError(

@@ -21,13 +21,13 @@ from jaxattn.engine.requests.request import GenerationStats, Request
 from jaxattn.interrupt import interrupts_raised
 
 
-def turns(stdin: TextIO, *, asks: bool) -> Iterator[str]:
+def turns(stdin: TextIO, *, is_interactive: bool) -> Iterator[str]:
     """Yields the lines of stdin that are not blank.
 
     Args:
-        asks: Whether to show a prompt in the terminal and let the user edit lines.
+        is_interactive: Whether to show a prompt in the terminal and let the user edit lines.
     """
-    lines = _asked() if asks else (line.rstrip("\n") for line in stdin)
+    lines = _asked() if is_interactive else (line.rstrip("\n") for line in stdin)
     return (line for line in lines if line.strip())
 
 
@@ -90,12 +90,12 @@ class Conversation:
             return
         from jaxattn.cli.serve.styled_message import MessageText  # only chats need the parser
 
-        text, last = MessageText(self.requests.tokenizer, tokens), "\n"
+        text, last_text = MessageText(self.requests.tokenizer, tokens), "\n"
 
         def show(pieces: Sequence[StyledText]) -> None:
-            nonlocal last
-            for last, style in pieces:
-                self.printer.write(last, style)
+            nonlocal last_text
+            for last_text, style in pieces:
+                self.printer.write(last_text, style)
 
         def on_token(request: Request, token: int) -> None:
             check()
@@ -105,14 +105,14 @@ class Conversation:
         self.texts[number] = line
         request = self.requests.request(tokens, number)
         try:
-            [done] = self.engine.generate([request], on_token=on_token)
+            [completion] = self.engine.generate([request], on_token=on_token)
         finally:
             show(text.end())
-            if not last.endswith("\n"):
+            if not last_text.endswith("\n"):
                 self.printer.write("\n")
-        self._end(done)
-        if done.finish_reason == FinishReason.REFUSED:
-            self.messages.print(f"refused: {done.detail}")
+        self._end(completion)
+        if completion.finish_reason == FinishReason.REFUSED:
+            self.messages.print(f"refused: {completion.detail}")
             self.history.pop()
         else:
             self.history.append(text.message)
@@ -127,8 +127,10 @@ class Conversation:
             tokens = apply_chat_template(self.requests.tokenizer, self.history)
             if len(tokens) <= self.requests.longest_prompt:
                 return tokens
-            first = next(i for i, each in enumerate(self.history) if each["role"] == "user")
-            if first == len(self.history) - 1:
+            first_user_turn = next(
+                i for i, each in enumerate(self.history) if each["role"] == "user"
+            )
+            if first_user_turn == len(self.history) - 1:
                 self.history.pop()
                 self.messages.print(
                     f"this turn has {len(tokens):,} tokens, but --max-model-len "
@@ -136,11 +138,11 @@ class Conversation:
                     "besides an answer; the turn was dropped"
                 )
                 return None
-            del self.history[first : first + 2]
+            del self.history[first_user_turn : first_user_turn + 2]
             self.messages.print(
                 "the oldest turn was dropped, because the conversation reached the model length"
             )
 
-    def _end(self, done: Completion) -> None:
-        self.completions.append(done)
+    def _end(self, completion: Completion) -> None:
+        self.completions.append(completion)
         self.stats = self.stats.with_more(self.engine.stats)

@@ -68,45 +68,55 @@ def run(options: argparse.Namespace) -> int:
     check_options(options)
     if options.checkpoint is not None:
         messages.print("--checkpoint is now called --model; both work")
-    chosen = choose(options)
-    place, platform = multihost.read_place(options, os.environ), "cpu"
-    if place is None:  # several processes connect before they see devices, and choose no sizes
+    model_source = choose(options)
+    distributed_config, platform = multihost.read_place(options, os.environ), "cpu"
+    # Several processes connect before they see devices, and choose no sizes.
+    if distributed_config is None:
         stages.ended("reading")
         platform = use_device(options)
         stages.ended("device")
-    length = model_length(options, chosen.folder.model, platform)
+    length = model_length(options, model_source.folder.model, platform)
     limits = read_limits(options, length, platform)
     if options.plan:
-        if place is not None:
+        if distributed_config is not None:
             use_device(options)
-        return show_plan(chosen.folder.model, limits, options)
-    tokenizer = chosen.tokenizer()
+        return show_plan(model_source.folder.model, limits, options)
+    tokenizer = model_source.tokenizer()
     prompts: list[Prompt] = []
     if options.port is None:
         check_chat(options, tokenizer)
         if not converses(options):
             prompts = encoded_prompts(options, tokenizer, sys.stdin, length)
-        check_prompts(prompts, length, chosen.folder.model.max_position_embeddings)
+        check_prompts(prompts, length, model_source.folder.model.max_position_embeddings)
     stages.ended("prompts")
     if options.device == "cpu":  # before JAX connects to the other processes
         jax.config.update("jax_platforms", "cpu")
-    with multihost.joined(place) as crew:
-        if place is not None:
+    with multihost.joined(distributed_config) as process_group:
+        if distributed_config is not None:
             use_device(options)
             stages.ended("device")
         if options.compile_cache not in (None, NONE):
             enable_compilation_cache(options.compile_cache)
-        model = chosen.model(tokenizer)
-        if crew is not None:
-            crew.agree(multihost.facts(chosen, limits, read_layout(options)))
-        given = chosen, model, tokenizer, limits, options, messages, stages, crew
-        if crew is not None and not crew.leads:
-            engine, _ = start_engine(*given)
-            engine.follow(crew)
+        model = model_source.model(tokenizer)
+        if process_group is not None:
+            process_group.agree(multihost.facts(model_source, limits, read_layout(options)))
+        engine_arguments = (
+            model_source,
+            model,
+            tokenizer,
+            limits,
+            options,
+            messages,
+            stages,
+            process_group,
+        )
+        if process_group is not None and not process_group.leads:
+            engine, _ = start_engine(*engine_arguments)
+            engine.follow(process_group)
             return 0
         if options.port is not None:
-            return http_server.serve(*given)
-        engine, compile_seconds = start_engine(*given)
+            return http_server.serve(*engine_arguments)
+        engine, compile_seconds = start_engine(*engine_arguments)
         messages.print(stages.line())
         requests = RequestFactory(options, tokenizer, engine.limits.max_model_len)
         return answered(engine, compile_seconds, prompts, requests, messages)
@@ -129,18 +139,18 @@ def answered(
     printer = TextPrinter(messages if options.json else Console())
     try:
         if converses(options):
-            done, interrupted = talk(engine, requests, printer, messages)
+            report, interrupted = talk(engine, requests, printer, messages)
         else:
-            done, interrupted = complete(engine, requests, prompts, printer)
+            report, interrupted = complete(engine, requests, prompts, printer)
     except SealError as error:
         raise InputError(f"--strict: {one_line(error)}") from error
-    for line in summary_lines(done):
+    for line in summary_lines(report):
         messages.print(line)
     if options.json:
-        print(json.dumps(to_json(done, settings(requests, limits), compile_seconds)), flush=True)
+        print(json.dumps(to_json(report, settings(requests, limits), compile_seconds)), flush=True)
     if interrupted and options.quiet:  # otherwise the summary reports it
         print("interrupted", file=sys.stderr)
-    return interrupted or int(done.refused)
+    return interrupted or int(report.refused)
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -174,16 +184,16 @@ def check_chat(options: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 def settings(requests: RequestFactory, limits: Limits) -> dict[str, Any]:
     """Returns the options, with the values in effect for those that the user did not set."""
-    given = {
+    options_given = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(requests.options).items()
     }
-    found = {
+    values_in_effect = {
         "max_tokens": requests.max_tokens,
         "max_model_len": requests.length,
         "batch": limits.batch,
     }
-    return given | found | requests.sampling
+    return options_given | values_in_effect | requests.sampling
 
 
 def complete(
@@ -194,18 +204,22 @@ def complete(
     Raises:
         SealError: If the engine is strict, and compiled or allocated anything.
     """
-    given = [requests.request(prompt.tokens, place) for place, prompt in enumerate(prompts)]
+    engine_requests = [
+        requests.request(prompt.tokens, place) for place, prompt in enumerate(prompts)
+    ]
     chat = requests.options.chat
-    stream = TextStream(printer, requests.tokenizer, given, prompts, chat=chat)
+    stream = TextStream(printer, requests.tokenizer, engine_requests, prompts, chat=chat)
     try:
-        with interrupts_raised() as asked:
+        with interrupts_raised() as interrupt_request:
 
             def on_token(request: Request, token: int) -> None:
-                asked.check()
+                interrupt_request.check()
                 stream.token(request, token)
 
-            completions = engine.generate(given, on_token=on_token, on_finish=stream.finish)
-        interrupted = asked.code
+            completions = engine.generate(
+                engine_requests, on_token=on_token, on_finish=stream.finish
+            )
+        interrupted = interrupt_request.code
     except GenerationInterrupted as ended:
         completions, interrupted = ended.completions, code_of(ended)
     stream.close()
@@ -216,7 +230,7 @@ def complete(
         completions=completions,
         stats=engine.stats,
         texts=texts,
-        measured=measure(),
+        measured_bytes=measure(),
     )
     return run, interrupted
 
@@ -229,7 +243,7 @@ def talk(
     Raises:
         SealError: If the engine is strict, and compiled or allocated anything.
     """
-    held = Conversation(
+    conversation = Conversation(
         engine=engine,
         requests=requests,
         printer=printer,
@@ -237,16 +251,16 @@ def talk(
         history=opening(requests.options),
     )
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    held.hold(turns(sys.stdin, asks=terminal and not requests.options.json))
+    conversation.hold(turns(sys.stdin, is_interactive=terminal and not requests.options.json))
     run = RunReport(
         engine=engine,
         tokenizer=requests.tokenizer,
-        completions=held.completions,
-        stats=held.stats,
-        texts=held.texts,
-        measured=measure(),
+        completions=conversation.completions,
+        stats=conversation.stats,
+        texts=conversation.texts,
+        measured_bytes=measure(),
     )
-    return run, held.interrupted
+    return run, conversation.interrupted
 
 
 if __name__ == "__main__":

@@ -47,14 +47,14 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def serve(
-    chosen: ModelSource,
+    model_source: ModelSource,
     model: Model,
     tokenizer: Tokenizer,
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
     stages: StageTimings,
-    crew: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> int:
     """Serves over HTTP; returns 0, or 1 if the shutdown aborted an answer.
 
@@ -62,60 +62,72 @@ def serve(
         InputError: If the extra is not installed, the port is in use, or the model cannot be
             served.
     """
-    settings, embedding = _read_settings(options, chosen), chosen.embedding_defaults()
+    settings, embedding = _read_settings(options, model_source), model_source.embedding_defaults()
     from jaxattn.server import uvicorn_server  # installed, since the settings could be read
     from jaxattn.server.runtime.service import ServedModel
 
     try:
-        bound = uvicorn_server.listen(settings.host, settings.port)
+        listener = uvicorn_server.listen(settings.host, settings.port)
     except OSError as error:
-        where = f"--host {settings.host} --port {settings.port}"
-        raise InputError(f"{where}: {error.strerror or error}") from error
+        address_flags = f"--host {settings.host} --port {settings.port}"
+        raise InputError(f"{address_flags}: {error.strerror or error}") from error
     _warn_of_others(settings, messages)
     stages.ended("opening the port")
     _log_to_stderr(quiet=options.quiet)
-    if crew is None and options.compile_cache is None and not jax.config.jax_compilation_cache_dir:
+    if (
+        process_group is None
+        and options.compile_cache is None
+        and not jax.config.jax_compilation_cache_dir
+    ):
         _keep_compiled(messages)
 
     display = progress(messages)
 
     def make() -> Engine:
         engine, _ = start_engine(
-            chosen, model, tokenizer, limits, options, messages, stages, crew, display
+            model_source,
+            model,
+            tokenizer,
+            limits,
+            options,
+            messages,
+            stages,
+            process_group,
+            display,
         )
         return engine
 
     def on_ready() -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        address = f"http://{host}:{bound.getsockname()[1]}"
+        address = f"http://{host}:{listener.getsockname()[1]}"
         messages.print(stages.line())
         messages.print(f"serving {settings.names[0]} at {address}/v1; chat page at {address}/")
         gc_pause.freeze_gc_heap()  # so far the heap holds the model, modules and JAX's caches
 
     interrupt.listen(False)  # asyncio handles signals from here on
     try:
-        whole = uvicorn_server.run(
+        all_completed = uvicorn_server.run(
             ServedModel(
-                make=make,
+                make_engine=make,
                 tokenizer=tokenizer,
                 limits=limits,
                 vocab_size=model.vocab_size,
                 hidden_size=model.hidden_shape.shape[0],
                 embedding=embedding,
                 defaults=defaults(options, tokenizer.defaults),
-                longest=model.max_position_embeddings,
+                context_length=model.max_position_embeddings,
                 progress=display.tasks,
             ),
             settings,
-            bound,
+            listener,
             on_ready=on_ready,
         )
     except SealError as error:
         raise InputError(f"--strict: {one_line(error)}") from error
-    return 0 if whole else 1
+    return 0 if all_completed else 1
 
 
-def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerSettings":
+def _read_settings(options: argparse.Namespace, model_source: ModelSource) -> "ServerSettings":
     """Returns the server's settings.
 
     Raises:
@@ -130,7 +142,7 @@ def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerS
             f"--port needs {error.name}, which is not installed: pip install 'jaxattn[server]'"
         ) from error
     try:
-        given = api_keys.read_keys(options.api_key_file)
+        keys = api_keys.read_keys(options.api_key_file)
     except OSError as error:
         raise InputError(f"--api-key-file {options.api_key_file}: {error.strerror}") from error
     except ValueError as error:
@@ -138,8 +150,10 @@ def _read_settings(options: argparse.Namespace, chosen: ModelSource) -> "ServerS
     return ServerSettings(
         host=options.host,
         port=options.port,
-        names=tuple(options.served_name or [chosen.name or chosen.folder.path.resolve().name]),
-        keys=given,
+        names=tuple(
+            options.served_name or [model_source.name or model_source.folder.path.resolve().name]
+        ),
+        keys=keys,
         origins=tuple(options.cors_origin or ()),
         max_waiting=options.max_queue,
         max_waiting_tokens=options.max_queued_tokens,
@@ -173,12 +187,13 @@ def _keep_compiled(messages: Console) -> None:
         messages.print(f"compiled executables are not cached for the next start: {error}")
 
 
-def defaults(options: argparse.Namespace, own: SamplingDefaults) -> SamplingDefaults:
+def defaults(options: argparse.Namespace, model_defaults: SamplingDefaults) -> SamplingDefaults:
     """Returns the sampling defaults of requests: the options, or else the model's defaults."""
     names = [field.name for field in dataclasses.fields(SamplingDefaults)]
-    given = {name: getattr(options, name) for name in names}
+    options_given = {name: getattr(options, name) for name in names}
     return dataclasses.replace(
-        own, **{name: value for name, value in given.items() if value is not None}
+        model_defaults,
+        **{name: value for name, value in options_given.items() if value is not None},
     )
 
 

@@ -39,35 +39,35 @@ class Prompt:
 
 
 def read_prompts(
-    prompts: Sequence[str] | None, stdin: TextIO | None, most: int = MAX_MODEL_LEN
+    prompts: Sequence[str] | None, stdin: TextIO | None, max_bytes: int = MAX_MODEL_LEN
 ) -> list[bytes]:
-    """Returns the bytes of the prompts. Reads at most `most` bytes of stdin, which may be endless.
+    """Returns the bytes of the prompts. Reads at most `max_bytes` bytes of stdin.
 
     Raises:
-        InputError: If a prompt is empty, or stdin is used twice, closed, or at least `most` bytes
-            long.
+        InputError: If a prompt is empty, or stdin is used twice, closed, or at least `max_bytes`
+            bytes long.
     """
     prompts = PROMPTS if prompts is None else prompts
     if prompts.count("-") > 1:
         raise InputError("--prompt - can be given only once, because stdin is a single prompt")
-    found = []
-    for place, prompt in enumerate(prompts, 1):
+    prompt_bytes = []
+    for number, prompt in enumerate(prompts, 1):
         if prompt != "-":
             data = prompt.encode("utf-8", "surrogateescape")
         elif stdin is None:
             raise InputError("--prompt - reads stdin, but stdin is closed")
         else:
-            data = stdin.buffer.read(most)
-            if len(data) == most:
+            data = stdin.buffer.read(max_bytes)
+            if len(data) == max_bytes:
                 raise InputError(
-                    f"--prompt - read {most:,} bytes of stdin, more than any prompt of this model "
-                    "length has; shorten the prompt, or give a larger --max-model-len"
+                    f"--prompt - read {max_bytes:,} bytes of stdin, more than any prompt of this "
+                    "model length has; shorten the prompt, or give a larger --max-model-len"
                 )
         if not data:
-            where = "stdin" if prompt == "-" else f"--prompt number {place}"
+            where = "stdin" if prompt == "-" else f"--prompt number {number}"
             raise InputError(f"{where} is empty; a prompt needs at least one byte")
-        found.append(data)
-    return found
+        prompt_bytes.append(data)
+    return prompt_bytes
 
 
 def encoded_prompts(
@@ -128,17 +128,17 @@ def apply_chat_template(tokenizer: Tokenizer, messages: Sequence[Mapping[str, st
         raise InputError(" ".join(str(error).split())) from error
 
 
-def check_prompts(prompts: Sequence[Prompt], length: int, longest: int) -> None:
+def check_prompts(prompts: Sequence[Prompt], length: int, max_length: int) -> None:
     """Raises InputError if a prompt is empty, or leaves no room to generate within `length`."""
-    for place, prompt in enumerate(prompts, 1):
+    for number, prompt in enumerate(prompts, 1):
         unit = "byte" if prompt.text is None else "token"
         if not prompt.tokens:
-            raise InputError(f"prompt {place} has no tokens")
+            raise InputError(f"prompt {number} has no tokens")
         if len(prompt.tokens) >= length:
             raise InputError(
-                f"prompt {place} has {len(prompt.tokens)} {unit}s, but the model length is "
+                f"prompt {number} has {len(prompt.tokens)} {unit}s, but the model length is "
                 f"{length}, including at least one generated {unit}; --max-model-len can be at "
-                f"most {longest}"
+                f"most {max_length}"
             )
 
 
@@ -149,14 +149,17 @@ def model_length(options: argparse.Namespace, model: Model, platform: str = "cpu
     Raises:
         InputError: If --max-model-len exceeds the model's context.
     """
-    longest, wanted = model.max_position_embeddings, options.max_model_len
-    if wanted is not None and wanted > longest:
+    context_length, requested = model.max_position_embeddings, options.max_model_len
+    if requested is not None and requested > context_length:
         raise InputError(
-            f"--max-model-len {wanted} exceeds the model's max_position_embeddings, {longest}"
+            f"--max-model-len {requested} exceeds the model's max_position_embeddings, "
+            f"{context_length}"
         )
-    long = options.chat or options.port is not None
-    small = CHAT_MODEL_LEN if long else MAX_MODEL_LEN
-    return wanted or (longest if platform == "gpu" else min(small, longest))
+    is_chat_or_server = options.chat or options.port is not None
+    default_length = CHAT_MODEL_LEN if is_chat_or_server else MAX_MODEL_LEN
+    return requested or (
+        context_length if platform == "gpu" else min(default_length, context_length)
+    )
 
 
 def read_limits(options: argparse.Namespace, length: int, platform: str = "cpu") -> Limits:

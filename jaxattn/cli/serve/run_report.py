@@ -27,7 +27,7 @@ class RunReport:
         completions: The completions of all requests.
         stats: The statistics of all requests together.
         texts: The prompts that the user wrote, by request id. Prompts of bytes may have none.
-        measured: The measured bytes, by the names in `MEASURES`.
+        measured_bytes: The measured bytes, by the names in `MEASURES`.
     """
 
     engine: Engine
@@ -35,7 +35,7 @@ class RunReport:
     completions: Sequence[Completion]
     stats: GenerationStats
     texts: Mapping[int, str]
-    measured: dict[str, int]
+    measured_bytes: dict[str, int]
 
     @property
     def refused(self) -> bool:
@@ -45,7 +45,8 @@ class RunReport:
 
 def summary_lines(run: RunReport) -> Iterable[str]:
     """Yields the end of each request, then tokens per second, and planned and measured bytes."""
-    engine, completions, stats, measured = run.engine, run.completions, run.stats, run.measured
+    engine, completions, stats = run.engine, run.completions, run.stats
+    measured_bytes = run.measured_bytes
     for completion in completions:
         number = (completion.request.id or 0) + 1
         if completion.finish_reason == FinishReason.REFUSED:
@@ -62,12 +63,12 @@ def summary_lines(run: RunReport) -> Iterable[str]:
         f"generated  {stats.decoded_tokens_per_second:10,.1f} tok/s   {stats.decoded_tokens:,} "
         f"tokens in {stats.decode_steps} steps (prefill generates the first tokens)"
     )
-    late = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
-    yield f"after the warm-up: {late or 'nothing traced, compiled or allocated'}"
+    events_after_warmup = ", ".join(f"{count} {kind}" for kind, count in engine.seal.counts.items())
+    yield f"after the warm-up: {events_after_warmup or 'nothing traced, compiled or allocated'}"
     yield _bytes_line("planned", engine.plan.inside, "planned within JAX's allocator")
-    for name, why in MEASURES.items():
-        if name in measured:
-            yield _bytes_line("measured", measured[name], why)
+    for name, description in MEASURES.items():
+        if name in measured_bytes:
+            yield _bytes_line("measured", measured_bytes[name], description)
 
 
 def ending(completion: Completion) -> str:
@@ -141,7 +142,7 @@ def to_json(
             "compile_seconds": compile_seconds,
         },
         "plan": _plan(engine.plan),
-        "measured": run.measured,
+        "measured": run.measured_bytes,
         "after_warm_up": dict(engine.seal.counts),
         "settings": settings,
         "implementations": engine.implementations,
@@ -174,5 +175,5 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _bytes_line(name: str, nbytes: int, why: str) -> str:
-    return f"  {name:<30} {nbytes:>16,} B {nbytes / MIB:>10.2f} MiB   {why}".rstrip()
+def _bytes_line(name: str, nbytes: int, description: str) -> str:
+    return f"  {name:<30} {nbytes:>16,} B {nbytes / MIB:>10.2f} MiB   {description}".rstrip()

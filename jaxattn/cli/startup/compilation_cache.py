@@ -39,7 +39,7 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the folder for this machine and these versions, within the user's cache folder."""
     home = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     device = jax.devices()[0]
-    facts = (
+    key_parts = (
         __version__,
         jax.__version__,
         device.client.platform_version,
@@ -49,5 +49,5 @@ def own_folder(environment: Mapping[str, str] = os.environ) -> Path:
         processor(),
         environment.get("XLA_FLAGS", ""),
     )
-    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(key_parts).encode()).hexdigest()[:16]
     return Path(home) / "jaxattn" / "compiled" / key

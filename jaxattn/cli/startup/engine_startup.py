@@ -114,7 +114,7 @@ class BackgroundLoad:
     """
 
     def __init__(self, load: Callable[["BackgroundLoad"], Any]):
-        self._load, self._ended = load, threading.Event()
+        self._load, self._stop_requested = load, threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "loading")
         self._future: concurrent.futures.Future[Any] | None = None
 
@@ -123,7 +123,7 @@ class BackgroundLoad:
 
     def watch(self) -> None:
         """Raises LoadCancelled if the load was cancelled."""
-        if self._ended.is_set():
+        if self._stop_requested.is_set():
             raise LoadCancelled
 
     def check(self) -> None:
@@ -145,19 +145,19 @@ class BackgroundLoad:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop_requested.set()
         self._pool.shutdown()
 
 
 def start_engine(
-    chosen: ModelSource,
+    model_source: ModelSource,
     model: Model,
     tokenizer: Tokenizer,
     limits: Limits,
     options: argparse.Namespace,
     messages: Console,
     stages: StageTimings,
-    crew: ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
     display: ProgressDisplay | None = None,
 ) -> tuple[Engine, dict[str, float]]:
     """Returns a running engine, and the seconds that each executable took to compile.
@@ -167,7 +167,7 @@ def start_engine(
     download.
 
     Args:
-        crew: The processes that run one engine. The first one leads it from here on.
+        process_group: The processes that run one engine. The first one leads it from here on.
         display: The display of the progress, if others read it too.
 
     Raises:
@@ -175,25 +175,27 @@ def start_engine(
             or cannot be fetched; or if the chosen implementation refuses the model.
     """
     parallel = read_layout(options)
-    own, group = shard_over_devices(model, limits, parallel)
-    served = model.with_cache_format(limits.cache_format, limits.native_layers)
-    checked = None if chosen.name else chosen.weights()
+    sharded_model, group = shard_over_devices(model, limits, parallel)
+    cache_format_model = model.with_cache_format(limits.cache_format, limits.native_layers)
+    checked = None if model_source.name else model_source.weights()
     compile_seconds: dict[str, float] = {}
     with display or progress(messages) as display:
 
         def load(loading: BackgroundLoad) -> Any:
-            def moved(what: str, done: int, total: int) -> None:
+            def moved(task_name: str, num_bytes: int, total: int) -> None:
                 loading.watch()
-                display.moved(what, done, total)
+                display.moved(task_name, num_bytes, total)
 
-            weights = checked or chosen.weights(lambda *now: moved("fetching", *now))
-            placed = weights.place(lambda *now: moved("loading", *now), model=own, group=group)
+            weights = checked or model_source.weights(lambda *now: moved("fetching", *now))
+            placed = weights.place(
+                lambda *now: moved("loading", *now), model=sharded_model, group=group
+            )
             if group:
                 return placed
             # Packing runs many small programs. It waits until the steps are lowered, because the
             # compilation of the steps waits for their lowering.
             with PROCESS_STATE.lowering:
-                return served.pack(placed)
+                return cache_format_model.pack(placed)
 
         def on_compile(name: str, seconds: float | None) -> None:
             loading.check()
@@ -225,7 +227,7 @@ def start_engine(
         display.says("warming up: each executable runs twice")
         with refused_plan(messages, display.stop):
             engine.start(params)
-    if crew is not None and crew.leads:
-        engine.lead(crew)
+    if process_group is not None and process_group.leads:
+        engine.lead(process_group)
     stages.ended("warm-up")
     return engine, compile_seconds

@@ -127,16 +127,16 @@ def choose(options: argparse.Namespace) -> ModelSource:
     return ModelSource(folder=folder, name=name)
 
 
-def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
+def located(path_or_name: str, revision: str | None = None) -> tuple[Path, str | None]:
     """Returns the folder with a model's config.json or the GGUF file, and the model's name on the
     hub or None. Downloads only config.json.
 
     Raises:
-        InputError: If `given` is neither a path nor a name, or is a path with a revision.
+        InputError: If `path_or_name` is neither a path nor a name, or is a path with a revision.
         CheckpointError: If the hub has no such model or revision, or cannot be reached.
     """
-    path = Path(given).expanduser()
-    name = given if not path.exists() and is_name(given) else None
+    path = Path(path_or_name).expanduser()
+    name = path_or_name if not path.exists() and is_name(path_or_name) else None
     if revision and not name:
         raise InputError(f"--revision needs a name on the hub, but {path} is not one")
     if name:
@@ -155,9 +155,9 @@ def located(given: str, revision: str | None = None) -> tuple[Path, str | None]:
     return path, None
 
 
-def is_name(given: str) -> bool:
+def is_name(text: str) -> bool:
     """Whether a text has the form of a model's name on the hub, "org/name"."""
-    return _NAME.fullmatch(given) is not None
+    return _NAME.fullmatch(text) is not None
 
 
 def read(

@@ -56,46 +56,48 @@ def read_place(
     Raises:
         InputError: If an option is missing, or contradicts the others.
     """
-    found: dict[str, Any] = {"process": None, "processes": None, "coordinator": None}
+    process_settings: dict[str, Any] = {"process": None, "processes": None, "coordinator": None}
     if options.cluster == "slurm":
-        found = _of_slurm(environment)
+        process_settings = _of_slurm(environment)
     elif options.cluster == "kubernetes":
-        found = _of_kubernetes(environment)
-    for name in found:
+        process_settings = _of_kubernetes(environment)
+    for name in process_settings:
         given = getattr(options, name)
-        found[name] = found[name] if given is None else given
-    if options.cluster is None and all(value is None for value in found.values()):
+        process_settings[name] = process_settings[name] if given is None else given
+    if options.cluster is None and all(value is None for value in process_settings.values()):
         return None
-    if missing := [f"--{name}" for name, value in found.items() if value is None]:
+    if missing := [f"--{name}" for name, value in process_settings.items() if value is None]:
         raise InputError(
             f"{' and '.join(missing)} is missing: several processes need --processes, --process "
             "and --coordinator, or --cluster if the launcher sets them"
         )
-    place = DistributedConfig(found["process"], found["processes"], found["coordinator"])
-    if not 0 <= place.rank < place.processes:
+    config = DistributedConfig(
+        process_settings["process"], process_settings["processes"], process_settings["coordinator"]
+    )
+    if not 0 <= config.rank < config.processes:
         raise InputError(
-            f"--process {place.rank} must be less than --processes {place.processes}; processes "
+            f"--process {config.rank} must be less than --processes {config.processes}; processes "
             "are numbered from 0"
         )
     try:
-        host_and_port(place.coordinator)
+        host_and_port(config.coordinator)
     except ValueError as error:
         raise InputError(f"--coordinator: {error}") from error
-    if options.utilization is not None and place.processes > 1:
+    if options.utilization is not None and config.processes > 1:
         raise InputError(
             "--utilization chooses the number of pages separately on each host, but all hosts "
             "need the same number; give --num-pages"
         )
-    if options.compile_cache not in (None, NONE) and place.processes > 1:
+    if options.compile_cache not in (None, NONE) and config.processes > 1:
         raise InputError(
             "--compile-cache stores executables of a single process, but several processes "
             "compile together at every start; leave it out"
         )
-    return place if place.processes > 1 else None
+    return config if config.processes > 1 else None
 
 
 @contextlib.contextmanager
-def joined(place: DistributedConfig | None, **options: Any) -> Iterator[ProcessGroup | None]:
+def joined(config: DistributedConfig | None, **options: Any) -> Iterator[ProcessGroup | None]:
     """Starts JAX's distributed runtime and yields the process group. Enter it before JAX sees a
     device.
 
@@ -105,38 +107,40 @@ def joined(place: DistributedConfig | None, **options: Any) -> Iterator[ProcessG
     Args:
         options: Keyword arguments of `ProcessGroup`.
     """
-    if place is None:
+    if config is None:
         yield None
         return
     disable_comm_split(os.environ)  # must precede any backend; `initialize` raises if one runs
     jax.distributed.initialize(
-        place.coordinator,
-        place.processes,
-        place.rank,
+        config.coordinator,
+        config.processes,
+        config.rank,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
     )
     disable_compilation_cache()
     try:
-        if place.rank == 0:
-            crew = ProcessGroup.leading(place.meeting, place.processes, **options)
+        if config.rank == 0:
+            process_group = ProcessGroup.leading(config.meeting, config.processes, **options)
         else:
-            crew = ProcessGroup.following(place.meeting, place.rank, **options)
+            process_group = ProcessGroup.following(config.meeting, config.rank, **options)
     except HostError as error:
         end_process(one_line(error))
-    with crew.together():
-        yield crew
-    crew.close()
+    with process_group.together():
+        yield process_group
+    process_group.close()
 
 
-def facts(chosen: ModelSource, limits: Limits, parallel: Parallel) -> dict[str, str]:
+def facts(model_source: ModelSource, limits: Limits, parallel: Parallel) -> dict[str, str]:
     """Returns the facts that all processes must share, by the names that errors use."""
-    path = chosen.folder.path
+    path = model_source.folder.path
     return {
         "jaxattn": __version__,
         "JAX": jax.__version__,
         "layout": parallel.flags or "one GPU",
-        "configuration": hashlib.sha256(repr(chosen.folder.model).encode()).hexdigest()[:12],
-        "checkpoint": f"{chosen.name} {path.name}" if chosen.name else fingerprint(path),
+        "configuration": hashlib.sha256(repr(model_source.folder.model).encode()).hexdigest()[:12],
+        "checkpoint": f"{model_source.name} {path.name}"
+        if model_source.name
+        else fingerprint(path),
         "limits": repr(limits),
         "devices": f"{jax.local_device_count()} x {jax.local_devices()[0].device_kind}",
     }

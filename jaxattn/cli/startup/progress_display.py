@@ -50,7 +50,7 @@ class ProgressDisplay:
     def begins(self, count: int) -> None:
         """Announces the number of executables to compile. A terminal shows each when it begins."""
 
-    def says(self, what: str) -> None:
+    def says(self, message: str) -> None:
         """Announces another stage. A terminal does not show it, as the stage is short."""
 
     def compiles(self, name: str, *, done: bool) -> None:
@@ -59,10 +59,10 @@ class ProgressDisplay:
         if done:
             self._progress.update(task, completed=1)
 
-    def moved(self, what: str, done: int, total: int) -> None:
+    def moved(self, task_name: str, num_bytes: int, total: int) -> None:
         """Reports the bytes done and in total of a download or load."""
-        task = self._task(what, total=total, moves=True)
-        self._progress.update(task, completed=done, total=total)
+        task = self._task(task_name, total=total, moves=True)
+        self._progress.update(task, completed=num_bytes, total=total)
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns the tasks that have begun, as JSON objects. It is thread-safe."""

@@ -24,13 +24,13 @@ class ProgressLines(ProgressDisplay):
         self._every = EVERY if every is None else every
         self._lock = threading.Lock()
         self._began: dict[str, float] = {}
-        self._last: dict[str, float] = {}
-        self._count = self._done = 0
+        self._last_report_times: dict[str, float] = {}
+        self._count = self._num_compiled = 0
 
     def begins(self, count: int) -> None:
         with self._lock:
-            self._count, self._done = count, 0
-            self._last["compiling"] = time.perf_counter()
+            self._count, self._num_compiled = count, 0
+            self._last_report_times["compiling"] = time.perf_counter()
             self.says(f"compiling {count} executables")
 
     def compiles(self, name: str, *, done: bool) -> None:
@@ -39,33 +39,35 @@ class ProgressLines(ProgressDisplay):
             if not done:
                 return
             self._progress.update(task, completed=1)
-            self._done += 1
-            if self._due("compiling", last=self._done == self._count):
-                self.says(f"compiled {self._done} of {self._count}: {name}")
+            self._num_compiled += 1
+            if self._due("compiling", is_last=self._num_compiled == self._count):
+                self.says(f"compiled {self._num_compiled} of {self._count}: {name}")
 
-    def moved(self, what: str, done: int, total: int) -> None:
+    def moved(self, task_name: str, num_bytes: int, total: int) -> None:
         with self._lock:
-            self._progress.update(self._known(what, total=total, moves=True), completed=done)
+            self._progress.update(
+                self._known(task_name, total=total, moves=True), completed=num_bytes
+            )
             now = time.perf_counter()
-            if what not in self._began:
-                self._began[what] = self._last[what] = now
-                self.says(f"{what} {decimal(total)} of weights")
-            if self._due(what, last=done >= total):
-                took = max(now - self._began[what], 1e-6)
-                rate = f"{decimal(int(done / took))}/s after {took:.1f} s"
-                self.says(f"{what}: {decimal(done)} of {decimal(total)}, {rate}")
+            if task_name not in self._began:
+                self._began[task_name] = self._last_report_times[task_name] = now
+                self.says(f"{task_name} {decimal(total)} of weights")
+            if self._due(task_name, is_last=num_bytes >= total):
+                took = max(now - self._began[task_name], 1e-6)
+                rate = f"{decimal(int(num_bytes / took))}/s after {took:.1f} s"
+                self.says(f"{task_name}: {decimal(num_bytes)} of {decimal(total)}, {rate}")
 
-    def says(self, what: str) -> None:
-        self._console.print(what)
+    def says(self, message: str) -> None:
+        self._console.print(message)
 
     def stop(self) -> None:
         """Does nothing, as all lines are printed already."""
 
-    def _due(self, task: str, *, last: bool) -> bool:
+    def _due(self, task: str, *, is_last: bool) -> bool:
         now = time.perf_counter()
-        if not last and now - self._last[task] < self._every:
+        if not is_last and now - self._last_report_times[task] < self._every:
             return False
-        self._last[task] = now
+        self._last_report_times[task] = now
         return True
 
 

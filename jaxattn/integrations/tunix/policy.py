@@ -66,7 +66,7 @@ class Policy(nnx.Module):
             spec = dataclasses.replace(model.spec, stream=stream)
             model = DecoderModel(spec, model.tokens)
         shapes = model.param_shapes()
-        copied = jax.tree.map(lambda x, to: jnp.array(x, to.dtype, copy=True), params, shapes)
+        copied = jax.tree.map(lambda x, shape: jnp.array(x, shape.dtype, copy=True), params, shapes)
         return cls(model, copied, saved)
 
     @property

@@ -120,18 +120,18 @@ class EngineRollout(BaseRollout):
                 )
         tokens = [self._tokens(text) for text in texts]
         self._check_lengths(tokens, rollout_config)
-        served = self.engine.generate(self._requests(tokens, rollout_config))
-        for place, each in enumerate(served):
+        completions = self.engine.generate(self._requests(tokens, rollout_config))
+        for place, each in enumerate(completions):
             if each.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                 raise RuntimeError(
                     f"EngineRollout.generate: prompt {place}: {each.finish_reason}: {each.detail}"
                 )
         return RolloutOutput(
-            text=[self.tokenizer.decode(self._shown(each, rollout_config)) for each in served],
+            text=[self.tokenizer.decode(self._shown(each, rollout_config)) for each in completions],
             logits=None,
-            tokens=[np.array(each.tokens, np.int32) for each in served],
+            tokens=[np.array(each.tokens, np.int32) for each in completions],
             left_padded_prompt_tokens=self._pad_left(tokens, rollout_config.max_prompt_length),
-            logprobs=self._logprobs(served, rollout_config),
+            logprobs=self._logprobs(completions, rollout_config),
         )
 
     def get_per_token_logps(
@@ -146,13 +146,19 @@ class EngineRollout(BaseRollout):
         pad, completions = self.pad_id(), np.asarray(completion_tokens)
         rows = []
         for prompt, completion in zip(np.asarray(prompt_tokens), completions, strict=True):
-            own, said = np.flatnonzero(prompt != pad), np.flatnonzero(completion != pad)
-            begin, end = (own[0] if own.size else len(prompt)), (said[-1] + 1 if said.size else 0)
+            own, completion_positions = (
+                np.flatnonzero(prompt != pad),
+                np.flatnonzero(completion != pad),
+            )
+            begin, end = (
+                (own[0] if own.size else len(prompt)),
+                (completion_positions[-1] + 1 if completion_positions.size else 0),
+            )
             rows.append((prompt[begin:].tolist(), completion[:end].tolist()))
-        found = np.zeros(completions.shape, np.float32)
+        logprobs = np.zeros(completions.shape, np.float32)
         for place, own in enumerate(self._scored(rows, self._temperature)):
-            found[place, : len(own)] = own
-        return jnp.asarray(found)
+            logprobs[place, : len(own)] = own
+        return jnp.asarray(logprobs)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Replaces the engine's parameters by the policy's, without copies where possible.
@@ -188,9 +194,11 @@ class EngineRollout(BaseRollout):
     def _as_served(self, params: Any) -> Any:
         """Returns the policy's parameters on the engine's device, in the engine's dtypes."""
 
-        def placed(own: jax.Array, to: jax.ShapeDtypeStruct) -> jax.Array:
-            own = own if own.devices() == {self._device} else jax.device_put(own, self._device)
-            return own if own.dtype == to.dtype else own.astype(to.dtype)
+        def placed(param: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            param = (
+                param if param.devices() == {self._device} else jax.device_put(param, self._device)
+            )
+            return param if param.dtype == shape.dtype else param.astype(shape.dtype)
 
         return jax.tree.map(placed, params, self._shapes)
 
@@ -202,19 +210,19 @@ class EngineRollout(BaseRollout):
         return self.tokenizer.dedup_bos_ids([bos, *ids] if bos else ids)
 
     def _check_lengths(self, tokens: list[list[int]], config: RolloutConfig) -> None:
-        most = self.engine.limits.max_model_len
+        max_model_len = self.engine.limits.max_model_len
         for place, each in enumerate(tokens):
-            if len(each) + config.max_tokens_to_generate > most:
+            if len(each) + config.max_tokens_to_generate > max_model_len:
                 raise ValueError(
                     f"EngineRollout.generate: prompt {place} has {len(each)} tokens, which with "
                     f"max_tokens_to_generate={config.max_tokens_to_generate} exceeds the engine's "
-                    f"max_model_len={most}; increase max_prompt_length, or give limits"
+                    f"max_model_len={max_model_len}; increase max_prompt_length, or give limits"
                 )
 
     def _requests(self, tokens: list[list[int]], config: RolloutConfig) -> list[Request]:
         seeds = np.random.SeedSequence([*_numbers(config.seed), self._calls])
         self._calls += 1
-        told = config.return_logprobs and not self._scores(config)
+        has_engine_logprobs = config.return_logprobs and not self._scores(config)
         ends = self._ends(config)
         options: dict[str, Any] = {"stop_tokens": tuple(ends)}
         if self.keep_eos:  # the engine would leave a stop token out of the completion
@@ -226,8 +234,8 @@ class EngineRollout(BaseRollout):
                 temperature=config.temperature,
                 top_p=1.0 if config.top_p is None else config.top_p,
                 top_k=max(config.top_k or 0, 0),
-                logprobs=0 if told else None,
-                processed_logprobs=told and self._scales_logprobs(config),
+                logprobs=0 if has_engine_logprobs else None,
+                processed_logprobs=has_engine_logprobs and self._scales_logprobs(config),
                 seed=int(seed),
                 **options,
             )
@@ -239,9 +247,9 @@ class EngineRollout(BaseRollout):
         known = getattr(self.tokenizer.tokenizer, "stop_tokens", None)
         return frozenset(config.eos_tokens or known or [self.eos_id()])
 
-    def _shown(self, done: Completion, config: RolloutConfig) -> list[int]:
+    def _shown(self, completion: Completion, config: RolloutConfig) -> list[int]:
         """Returns the tokens of a completion's text, without an end token."""
-        tokens = list(done.tokens)
+        tokens = list(completion.tokens)
         if self.keep_eos and tokens and tokens[-1] in self._ends(config):
             tokens.pop()
         return tokens
@@ -269,14 +277,14 @@ class EngineRollout(BaseRollout):
         return self._scales_logprobs(config) and filtered
 
     def _logprobs(
-        self, served: list[Completion], config: RolloutConfig
+        self, completions: list[Completion], config: RolloutConfig
     ) -> list[Float[np.ndarray, " T"]] | None:
         if not config.return_logprobs:
             return None
         if self._scores(config):
-            rows = [(list(each.request.prompt), list(each.tokens)) for each in served]
+            rows = [(list(each.request.prompt), list(each.tokens)) for each in completions]
             return self._scored(rows, config.temperature)
-        return [np.array([own.token for own in each.logprobs], np.float32) for each in served]
+        return [np.array([own.token for own in each.logprobs], np.float32) for each in completions]
 
     def _scored(
         self, rows: list[tuple[list[int], list[int]]], temperature: float

@@ -70,10 +70,10 @@ class GroupedQueryAttention(GroupedQueryProjections):
     """
 
     def _attend_whole(
-        self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
+        self, x: Array, positions: Array, bounds: SegmentBounds, segment_options: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
         q, k, v, gate = self._apply_rope(*self._projected(x, positions), positions)
-        out, _ = gqa.gqa_attention(q, k, v, gate=gate, **packed, **self._masking)
+        out, _ = gqa.gqa_attention(q, k, v, gate=gate, **segment_options, **self._masking)
         return self._project_out(out)
 
     def prefill(
@@ -117,10 +117,10 @@ class GroupedQueryAttention(GroupedQueryProjections):
         )
         rows = block_tables, seq_lens, query_lens
         projected = self._new_heads(arguments.op, x, seq_lens, query_lens)
-        out, kv_cache, written = self._attend_prompts(
+        out, kv_cache, write_tables = self._attend_prompts(
             projected, kv_cache, rows, layer, parallel, implementation
         )
-        return self._output(out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return self._output(out, kv_cache, write_tables, seq_lens, query_lens), kv_cache
 
     def _attend_prompts(
         self,
@@ -139,12 +139,12 @@ class GroupedQueryAttention(GroupedQueryProjections):
         positions = (seq_lens - query_lens)[:, None] + jnp.arange(projected[0].shape[1])
         dtype, scale = self._query_dtype(kv_cache), self._scale
         q, k, v, gate = self._apply_rope(*projected, jnp.maximum(positions, 0), dtype=dtype)
-        written = written_places(parallel, block_tables)
+        write_tables = written_places(parallel, block_tables)
         kv_cache = gqa.gqa_cache_write(
             kv_cache,
             k,
             v,
-            written,
+            write_tables,
             seq_lens,
             query_lens=query_lens,
             layer=layer,
@@ -154,15 +154,15 @@ class GroupedQueryAttention(GroupedQueryProjections):
             # Round the chunk's own tokens, so that they are the same now and when later tokens read
             # them.
             k, v = self._as_stored(k, v)
-        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
-        k, v, read = (own_of_shared(each, parallel) for each in (k, v, read))
+        read_cache, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        k, v, read_cache = (own_of_shared(each, parallel) for each in (k, v, read_cache))
         if scale is not None:
             scale = own_of_shared(scale[..., None], parallel)[..., 0]
         out, _ = gqa.gqa_prefill(
             q,
             k,
             v,
-            read,
+            read_cache,
             tables,
             seq_lens,
             query_lens,
@@ -172,7 +172,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
             implementation=implementation,
             **self._masking,
         )
-        return out, kv_cache, written
+        return out, kv_cache, write_tables
 
     def mixed(
         self,
@@ -185,7 +185,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         layer: int | Int[Array, ""] | LayerIndex | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
-        **of_prompts: Any,
+        **unused_options: Any,
     ) -> tuple[Any, ...]:
         """Processes pieces of B rows' prompts in lines, followed by one token of each decoding
         row. One product projects all tokens.
@@ -194,30 +194,30 @@ class GroupedQueryAttention(GroupedQueryProjections):
             x: the tokens of all lines, and of `rows`.
             lines: which tokens each row of `block_tables` has.
             rows: the keywords of `decode`; None if there are no other rows.
-            of_prompts: arguments about the prompts' rows that only other kinds of layers use.
+            unused_options: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
             (float32 [1, N, hidden], the cache, and the remaining results of `decode`).
         """
         positions = self._mixed_positions(lines, rows) if self.query_scaling else None
         projected = map(lines.split, self._projected(x, positions))
-        prompts, *_ = parts = list(zip(*projected, strict=True))
+        prompts, *_ = tokens_by_kind = list(zip(*projected, strict=True))
         tables = lines.of_row(block_tables, 0)
-        of_lines = tables, lines.seq_lens, lines.query_lens
-        chosen = implementation if implementation == "xla" else None
-        out, kv_cache, written = self._attend_prompts(
-            prompts, kv_cache, of_lines, layer, parallel, chosen
+        line_rows = tables, lines.seq_lens, lines.query_lens
+        prompt_implementation = implementation if implementation == "xla" else None
+        out, kv_cache, write_tables = self._attend_prompts(
+            prompts, kv_cache, line_rows, layer, parallel, prompt_implementation
         )
-        others, rest = None, [None]
+        decode_out, rest = None, [None]
         if rows is not None:
             # A barrier: the prompts read the cache before the rows write to it. Otherwise XLA would
             # copy the cache for the later read.
             out, kv_cache = lax.optimization_barrier((out, kv_cache))
-            others, kv_cache, *rest = self._attend_rows(
-                parts[1], kv_cache, layer=layer, implementation=implementation, **rows
+            decode_out, kv_cache, *rest = self._attend_rows(
+                tokens_by_kind[1], kv_cache, layer=layer, implementation=implementation, **rows
             )
-        y = self._project_out(lines.join(out, others))
-        return self._mask_overflow(y, lines, kv_cache, written, rows), kv_cache, *rest
+        y = self._project_out(lines.join(out, decode_out))
+        return self._mask_overflow(y, lines, kv_cache, write_tables, rows), kv_cache, *rest
 
     def decode(
         self,
@@ -327,7 +327,7 @@ class GroupedQueryAttention(GroupedQueryProjections):
         def attend(
             heads: list[Array], tables: Any, lens: Any, query_lens: Any = None
         ) -> tuple[Array, Array, list[Any]]:
-            out, lse, *rest = gqa.gqa_decode(
+            out, lse, *arenas = gqa.gqa_decode(
                 heads[0],
                 kv_cache,
                 tables,
@@ -341,15 +341,15 @@ class GroupedQueryAttention(GroupedQueryProjections):
                 implementation=implementation,
                 **self._masking,
             )
-            return out, lse, rest
+            return out, lse, arenas
 
         heads = [queries, *gates]
-        sent: list[Any] = []
+        mailboxes: list[Any] = []
         if spread is None:
-            out, _, rest = attend(heads, *addressing, query_lens)
+            out, _, arenas = attend(heads, *addressing, query_lens)
         else:
-            out, rest, sent = spread.attend(heads, attend)
-        return out, kv_cache, rest[0] if rest else None, *sent
+            out, arenas, mailboxes = spread.attend(heads, attend)
+        return out, kv_cache, arenas[0] if arenas else None, *mailboxes
 
     def _query_dtype(self, kv_cache: Array) -> Any:
         """The dtype of queries: the cache's, or the compute dtype for an FP8 cache."""
@@ -357,9 +357,9 @@ class GroupedQueryAttention(GroupedQueryProjections):
 
     def _as_stored(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Keys and values after a round trip through the FP8 cache."""
-        stored, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
-        both = stored.round_trip(jnp.stack([k, v], axis=2), scale)
-        return both[:, :, 0].astype(k.dtype), both[:, :, 1].astype(v.dtype)
+        cache_format, scale = gqa.KVFormat("fp8", self.head_dim), self._scale
+        keys_and_values = cache_format.round_trip(jnp.stack([k, v], axis=2), scale)
+        return keys_and_values[:, :, 0].astype(k.dtype), keys_and_values[:, :, 1].astype(v.dtype)
 
     def _check_cache(
         self, arguments: OpArguments, kv_cache: Any, block_tables: Any, seq_lens: Any, layer: Any
@@ -381,9 +381,11 @@ class GroupedQueryAttention(GroupedQueryProjections):
     ) -> Int[Array, "1 N"]:
         """The positions of the tokens of `mixed`."""
         op = f"{type(self).__name__}.mixed"
-        own = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
-        others = None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
-        return lines.join(own, others)
+        line_positions = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
+        decode_positions = (
+            None if rows is None else self.decode_positions(op, rows["seq_lens"], 1, None)
+        )
+        return lines.join(line_positions, decode_positions)
 
     def _output(
         self, out: Array, kv_cache: Array, block_tables: Any, seq_lens: Any, query_lens: Any

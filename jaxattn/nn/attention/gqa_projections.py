@@ -69,32 +69,35 @@ class GroupedQueryProjections(PagedAttention):
             raise ValueError(
                 f"GroupedQueryAttention: rope.dim must be at most {head_dim=}; got {rope.dim}"
             )
-        for first, second, both in (
+        for option, other_option, both_set in (
             ("qk_norm", "query_scaling", qk_norm and query_scaling is not None),
             ("heads_norm", "qk_norm", heads_norm and qk_norm),
             ("heads_norm", "gated", heads_norm and gated),
         ):
-            if both:
-                raise ValueError(f"GroupedQueryAttention: {first} cannot be combined with {second}")
+            if both_set:
+                raise ValueError(
+                    f"GroupedQueryAttention: {option} cannot be combined with {other_option}"
+                )
         self.rope, self.window, self.gated, self.qk_norm = rope, window, gated, qk_norm
         self.query_scaling, self.parallel = query_scaling, parallel
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.dtype, self.eps = jnp.dtype(dtype), eps
 
         linear = partial(new_linear, fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        of_query, of_keys = head_dim * (2 if gated else 1), (hidden_size, num_kv_heads * head_dim)
+        q_features = head_dim * (2 if gated else 1)
+        kv_sizes = hidden_size, num_kv_heads * head_dim
         # Numbers that get a bias, a norm or a factor stay float32 until then, so they round only
         # once.
-        of_q, of_k, of_v = (
+        q_dtype, k_dtype, v_dtype = (
             jnp.float32 if changed else dtype
             for changed in (biases or heads_norm or query_scaling, biases or heads_norm, biases)
         )
-        self.q_proj = linear("q_proj", hidden_size, num_heads * of_query, out_dtype=of_q)
-        self.k_proj = linear("k_proj", *of_keys, out_dtype=of_k)
-        self.v_proj = linear("v_proj", *of_keys, out_dtype=of_v)
+        self.q_proj = linear("q_proj", hidden_size, num_heads * q_features, out_dtype=q_dtype)
+        self.k_proj = linear("k_proj", *kv_sizes, out_dtype=k_dtype)
+        self.v_proj = linear("v_proj", *kv_sizes, out_dtype=v_dtype)
         self.biases = biases
         if biases:
-            self.q_bias = nnx.Param(jnp.zeros(num_heads * of_query, param_dtype))
+            self.q_bias = nnx.Param(jnp.zeros(num_heads * q_features, param_dtype))
             self.k_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
             self.v_bias = nnx.Param(jnp.zeros(num_kv_heads * head_dim, param_dtype))
         norm = partial(RMSNorm, eps=eps, param_dtype=norm_dtype or param_dtype)
@@ -165,12 +168,12 @@ class GroupedQueryProjections(PagedAttention):
 
         The sum is rounded to the compute dtype unless a norm or a factor follows.
         """
-        later = {"q_bias": self.heads_norm or self.query_scaling, "k_bias": self.heads_norm}
+        needs_float32 = {"q_bias": self.heads_norm or self.query_scaling, "k_bias": self.heads_norm}
         return [
             LinearBias(
                 getattr(self, name)[...],
                 getattr(self, f"{name}_in_stack"),
-                jnp.float32 if name == "o_bias" or later.get(name) else self.dtype,
+                jnp.float32 if name == "o_bias" or needs_float32.get(name) else self.dtype,
             )
             for name in names
         ]
@@ -206,8 +209,8 @@ class GroupedQueryProjections(PagedAttention):
 
     def _apply_partial_rope(self, x: Array, positions: Array | Rotation) -> Array:
         """Rotates the first `rope.dim` dims."""
-        turned = rope(x[..., : self.rope.dim], positions, self.rope)
-        return jnp.concatenate([turned, x[..., self.rope.dim :]], axis=-1)
+        rotated = rope(x[..., : self.rope.dim], positions, self.rope)
+        return jnp.concatenate([rotated, x[..., self.rope.dim :]], axis=-1)
 
     def _project_out(self, out: Array) -> Array:
         with jax.named_scope("gqa_o_proj"):

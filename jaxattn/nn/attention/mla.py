@@ -36,7 +36,7 @@ class WrittenTokens(NamedTuple):
         latent, positions: latents and positions of the prompts' lines.
         rotation: rotation of the other rows; None if there are none.
         kv_cache: the cache with the new latents.
-        written: the block tables by which the lines' latents were written.
+        write_tables: the block tables by which the lines' latents were written.
     """
 
     q: Array
@@ -44,7 +44,7 @@ class WrittenTokens(NamedTuple):
     positions: Array
     rotation: Any
     kv_cache: Array
-    written: Array
+    write_tables: Array
 
 
 class MultiHeadLatentAttention(LatentProjections):
@@ -72,7 +72,7 @@ class MultiHeadLatentAttention(LatentProjections):
     """
 
     def _attend_whole(
-        self, x: Array, positions: Array, bounds: SegmentBounds, packed: dict[str, Any]
+        self, x: Array, positions: Array, bounds: SegmentBounds, segment_options: dict[str, Any]
     ) -> Float[Array, "B T hidden"]:
         q_nope, q_pe = self._queries(x, positions)
         latent = self._latents(x, positions)
@@ -84,7 +84,7 @@ class MultiHeadLatentAttention(LatentProjections):
             k_nope = matmul(compressed, w_uk, self.dtype, self.dtype).reshape(*heads, -1)
             v = matmul(compressed, w_uv, self.dtype, self.dtype).reshape(*heads, -1)
             q = jnp.concatenate([q_nope, q_pe], axis=-1)
-        out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale, **packed)
+        out, _ = mla.causal_attention(q, k_nope, v, k_pe=k_pe, scale=self.scale, **segment_options)
         return self._project_out(x, out)
 
     def prefill(
@@ -133,14 +133,14 @@ class MultiHeadLatentAttention(LatentProjections):
         if self.q_lora_rank is not None:
             q = self.q_a_norm(q)
         positions = self.decode_positions(arguments.op, seq_lens, x.shape[1], query_lens)
-        latent, kv_cache, written = self._write_prompts(
+        latent, kv_cache, write_tables = self._write_prompts(
             latents, positions, kv_cache, rows, layer, kv_scale, parallel
         )
         out = self._attend_prompts(
             self._heads(x, q), latent, positions, kv_cache, rows,
             layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
         )  # fmt: skip
-        return self._output(x, out, kv_cache, written, seq_lens, query_lens), kv_cache
+        return self._output(x, out, kv_cache, write_tables, seq_lens, query_lens), kv_cache
 
     def _write_prompts(
         self,
@@ -160,17 +160,17 @@ class MultiHeadLatentAttention(LatentProjections):
         block_tables, seq_lens, query_lens = rows
         latent = self._latents_of(latents, positions)
         latent = latent.astype(self._query_dtype(kv_cache))
-        written = written_places(parallel, block_tables)
+        write_tables = written_places(parallel, block_tables)
         kv_cache = mla.mla_cache_write(
             kv_cache,
             latent,
-            written,
+            write_tables,
             seq_lens,
             query_lens=query_lens,
             layer=layer,
             kv_scale=kv_scale,
         )
-        return latent, kv_cache, written
+        return latent, kv_cache, write_tables
 
     def _attend_prompts(
         self,
@@ -191,13 +191,13 @@ class MultiHeadLatentAttention(LatentProjections):
         `rows` is as in `_write_prompts`; with `lines`, it has an entry for each row.
         """
         block_tables, seq_lens, query_lens = rows
-        read, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
+        read_cache, tables, read_layer = prefix_of(parallel, kv_cache, block_tables, layer)
         out, _ = mla.mla_prefill(
             jnp.concatenate(self._apply_rope(q, positions), axis=-1),
             latent,
             self.w_uk[...].astype(self.dtype),
             self.w_uv[...].astype(self.dtype),
-            read,
+            read_cache,
             tables,
             seq_lens,
             query_lens,
@@ -223,7 +223,7 @@ class MultiHeadLatentAttention(LatentProjections):
         kv_scale: Array | float | None = None,
         parallel: Parallel = ALONE,
         implementation: Implementation | None = None,
-        **of_prompts: Any,
+        **unused_options: Any,
     ) -> tuple[Any, ...]:
         """Processes pieces of B rows' prompts in lines, followed by one token of each decoding
         row. One product projects all tokens.
@@ -233,7 +233,7 @@ class MultiHeadLatentAttention(LatentProjections):
             lines: which tokens each row has.
             seq_lens, query_lens: lengths of the rows of the lines, as in `prefill`.
             rows: the keywords of `decode`; None if there are no other rows.
-            of_prompts: arguments about the prompts' rows that only other kinds of layers use.
+            unused_options: arguments about the prompts' rows that only other kinds of layers use.
 
         Returns:
             (float32 [1, N, hidden], the cache, and the remaining results of `decode`).
@@ -243,9 +243,9 @@ class MultiHeadLatentAttention(LatentProjections):
             layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
         )  # fmt: skip
         kv_cache = tokens.kv_cache
-        of_prompts_q, of_rows_q = lines.split(self._heads(x, tokens.q))
+        prompt_q, decode_q = lines.split(self._heads(x, tokens.q))
         out = self._attend_prompts(
-            of_prompts_q, tokens.latent, tokens.positions, kv_cache,
+            prompt_q, tokens.latent, tokens.positions, kv_cache,
             (block_tables, seq_lens, query_lens),
             lines=None if lines.one_each else lines.rows,
             layer=layer, kv_scale=kv_scale, parallel=parallel,
@@ -253,10 +253,12 @@ class MultiHeadLatentAttention(LatentProjections):
         )  # fmt: skip
         values, rest = None, [None]
         if rows is not None:
-            given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
+            decode_options = {
+                name: rows[name] for name in rows if name not in ("rotation", "weights")
+            }
             values, *rest = self._attend_rows(
-                of_rows_q, tokens.rotation, kv_cache, layer=layer, kv_scale=kv_scale,
-                implementation=implementation, **given,
+                decode_q, tokens.rotation, kv_cache, layer=layer, kv_scale=kv_scale,
+                implementation=implementation, **decode_options,
             )  # fmt: skip
         y = self._join_mixed(x, out, values, lines, tokens, rows)
         return y, kv_cache, *rest
@@ -276,26 +278,27 @@ class MultiHeadLatentAttention(LatentProjections):
     ) -> WrittenTokens:
         """Projects the tokens of `mixed` and writes them to the cache."""
         q, latents = self._down(x)
-        (of_prompts_q, compressed), (own, others) = lines.split(q), lines.split(latents)
+        prompt_q, compressed = lines.split(q)
+        line_latents, decode_latents = lines.split(latents)
         op = f"{type(self).__name__}.mixed"
         positions = self.decode_positions(op, lines.seq_lens, lines.tokens, lines.query_lens)
-        of_lines = lines.of_row(jnp.asarray(block_tables), 0), lines.seq_lens, lines.query_lens
-        latent, kv_cache, written = self._write_prompts(
-            own, positions, kv_cache, of_lines, layer, kv_scale, parallel
+        line_rows = lines.of_row(jnp.asarray(block_tables), 0), lines.seq_lens, lines.query_lens
+        latent, kv_cache, write_tables = self._write_prompts(
+            line_latents, positions, kv_cache, line_rows, layer, kv_scale, parallel
         )
         rotation: Any = None
         if rows is not None:
             rotation = self._rotation_of(rows["seq_lens"], rows.get("rotation"))
             compressed, kv_cache = self._append_rows(
-                others, compressed, kv_cache,
+                decode_latents, compressed, kv_cache,
                 rows["block_tables"], rows["seq_lens"], rotation=rotation,
                 weights=rows.get("weights"), kv_scale=kv_scale, layer=layer,
                 implementation=implementation,
             )  # fmt: skip
         if self.q_lora_rank is not None:
-            normed = self.q_a_norm(of_prompts_q).astype(compressed.dtype)
-            q = lines.join(normed, None if rows is None else compressed)
-        return WrittenTokens(q, latent, positions, rotation, kv_cache, written)
+            normed_q = self.q_a_norm(prompt_q).astype(compressed.dtype)
+            q = lines.join(normed_q, None if rows is None else compressed)
+        return WrittenTokens(q, latent, positions, rotation, kv_cache, write_tables)
 
     def _join_mixed(
         self,
@@ -309,7 +312,7 @@ class MultiHeadLatentAttention(LatentProjections):
         """The projection of the heads' outputs in `mixed`, for the lines and for the other rows."""
         values = None if values is None else values.astype(out.dtype)
         y = self._project_out(x, lines.join(out, values))
-        return self._mask_overflow(y, lines, tokens.kv_cache, tokens.written, rows)
+        return self._mask_overflow(y, lines, tokens.kv_cache, tokens.write_tables, rows)
 
     def decode(
         self,
@@ -473,8 +476,8 @@ class MultiHeadLatentAttention(LatentProjections):
         def attend(
             queries: Any, tables: Any, lens: Any, query_lens: Any = None, merge: Any = None
         ) -> tuple[Array, Any, list[Any]]:
-            both: Any = tuple(queries) if len(queries) > 1 else queries[0]
-            given: Any = dict(
+            query: Any = tuple(queries) if len(queries) > 1 else queries[0]
+            decode_options: Any = dict(
                 scale=self.scale,
                 layer=layer,
                 kv_lora_rank=self.kv_lora_rank,
@@ -484,22 +487,22 @@ class MultiHeadLatentAttention(LatentProjections):
                 implementation=implementation,
             )
             if merge is not None:
-                found = mla.mla_decode_context_parallel(
-                    both, kv_cache, tables, lens, merge=merge, **given
+                combined = mla.mla_decode_context_parallel(
+                    query, kv_cache, tables, lens, merge=merge, **decode_options
                 )
-                out, after, mailbox = found
-                return out, mailbox, [] if after is None else [after]
-            out, lse, *rest = mla.mla_decode(
-                both, kv_cache, tables, lens, query_lens=query_lens, **given
+                out, new_arena, mailbox = combined
+                return out, mailbox, [] if new_arena is None else [new_arena]
+            out, lse, *arenas = mla.mla_decode(
+                query, kv_cache, tables, lens, query_lens=query_lens, **decode_options
             )
-            return out, lse, rest
+            return out, lse, arenas
 
-        sent: list[Any] = []
+        mailboxes: list[Any] = []
         if spread is None:
-            out, _, rest = attend(queries, block_tables, seq_lens, query_lens)
+            out, _, arenas = attend(queries, block_tables, seq_lens, query_lens)
         else:
-            out, rest, sent = spread.attend(queries, attend)
-        return self._values_of(out), rest[0] if rest else None, *sent
+            out, arenas, mailboxes = spread.attend(queries, attend)
+        return self._values_of(out), arenas[0] if arenas else None, *mailboxes
 
     def _values_of(self, out: Array) -> Array:
         """The heads' values, from outputs in the latent space, which may end with spare heads."""

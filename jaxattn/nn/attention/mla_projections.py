@@ -109,18 +109,18 @@ class LatentProjections(PagedAttention):
         """(q_nope [B, T, H, nope], rotated q_pe [B, T, H, P]) in the compute dtype."""
         return self._apply_rope(self._heads(x, None), positions)
 
-    def _heads(self, x: Array | PendingNorm, given: Array | None) -> Array:
+    def _heads(self, x: Array | PendingNorm, q_features: Array | None) -> Array:
         """The heads' queries before rotation, [B, T, H, nope + P].
 
-        `given` is the output of q_proj, or the normed output of q_a_proj, if already computed.
+        `q_features` is the output of q_proj, or the normed output of q_a_proj, if already computed.
         """
         with jax.named_scope("mla_q_proj"):
             if self.q_lora_rank is None:
-                q = self.q_proj(x) if given is None else given
-            elif given is None:
+                q = self.q_proj(x) if q_features is None else q_features
+            elif q_features is None:
                 q = self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
             else:
-                q = self.q_b_proj(given)
+                q = self.q_b_proj(q_features)
             return q.reshape(*x.shape[:2], self.num_heads, -1)
 
     def _apply_rope(self, q: Array, positions: Array | Rotation) -> tuple[Array, Array]:
@@ -161,15 +161,15 @@ class LatentProjections(PagedAttention):
     def _absorbed(
         self,
         x: Array,
-        place: StackedWeight | None,
-        turned: tuple[Rotation, RopeConfig] | None = None,
+        weight: StackedWeight | None,
+        rope: tuple[Rotation, RopeConfig] | None = None,
         spare_heads: int = 0,
     ) -> Array | None:
         """Each head's product with its matrix in the stack, or None if no kernel supports it."""
-        if place is None or place.weights.dtype != self.dtype or x.dtype != self.dtype:
+        if weight is None or weight.weights.dtype != self.dtype or x.dtype != self.dtype:
             return None
         with jax.named_scope("absorb"):
-            return place.of_heads(x, turned, spare_heads)
+            return weight.of_heads(x, rope, spare_heads)
 
     def _project_out(self, x: Array | PendingNorm, out: Array) -> Array:
         with jax.named_scope("mla_o_proj"):

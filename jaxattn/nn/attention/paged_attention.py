@@ -57,13 +57,13 @@ class PagedAttention(nnx.Module):
         return self._forward(x, segment_ids, cu_seqlens, positions)
 
     def _forward(
-        self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **more: Any
+        self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any, **attend_options: Any
     ) -> Float[Array, "B T hidden"]:
-        """Implements `__call__`; `more` are further arguments of a subclass's `_attend_whole`."""
-        x, spoiled, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
-        packed = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
-        y = self._attend_whole(x, positions, bounds, packed, **more)
-        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+        """Implements `__call__`; `attend_options` are further arguments of `_attend_whole`."""
+        x, is_nan, positions, bounds = self._isolated(x, segment_ids, cu_seqlens, positions)
+        segment_options = {"segment_ids": segment_ids, "cu_seqlens": cu_seqlens}
+        y = self._attend_whole(x, positions, bounds, segment_options, **attend_options)
+        return y if is_nan is None else jnp.where(is_nan[..., None], jnp.nan, y)
 
     def _isolated(
         self, x: Any, segment_ids: Any, cu_seqlens: Any, positions: Any
@@ -128,17 +128,17 @@ class PagedAttention(nnx.Module):
             block_tables: block tables of the lines.
             rows: the keywords of `decode` for the rows after the lines.
         """
-        most = self._max_tokens(kv_cache, block_tables)
-        beyond = beyond_table(lines.tokens, lines.seq_lens, most, lines.query_lens)
-        if beyond is None:  # then the rows' lengths are concrete or bounded too
+        max_tokens = self._max_tokens(kv_cache, block_tables)
+        is_beyond = beyond_table(lines.tokens, lines.seq_lens, max_tokens, lines.query_lens)
+        if is_beyond is None:  # then the rows' lengths are concrete or bounded too
             return y
-        others = None
+        is_decode_beyond = None
         if rows is not None:
-            most = self._max_tokens(kv_cache, rows["block_tables"])
-            others = beyond_table(1, rows["seq_lens"], most, None)
-            if others is None:
-                others = jnp.zeros((y.shape[1] - beyond.size, 1), bool)
-        return jnp.where(lines.join(beyond, others)[..., None], jnp.nan, y)
+            max_tokens = self._max_tokens(kv_cache, rows["block_tables"])
+            is_decode_beyond = beyond_table(1, rows["seq_lens"], max_tokens, None)
+            if is_decode_beyond is None:
+                is_decode_beyond = jnp.zeros((y.shape[1] - is_beyond.size, 1), bool)
+        return jnp.where(lines.join(is_beyond, is_decode_beyond)[..., None], jnp.nan, y)
 
     def _check_tokens(self, op: str, x: Any, axes: str) -> OpArguments:
         """Checks `x`, and returns the `OpArguments` for the checks of further arguments."""

@@ -71,15 +71,19 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         **options: Any,
     ):
         check_sizes("SparseMultiHeadLatentAttention", q_lora_rank=q_lora_rank, top_k=top_k)
-        given: dict[str, Any] = dict(fp8=fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(hidden_size, num_heads, q_lora_rank=q_lora_rank, **given, **options)
+        linear_options: dict[str, Any] = dict(
+            fp8=fp8, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+        super().__init__(
+            hidden_size, num_heads, q_lora_rank=q_lora_rank, **linear_options, **options
+        )
         self.top_k = top_k
         self.sinks = nnx.Param(jnp.zeros(num_heads, jnp.float32)) if sinks else None
         rope = dataclasses.replace(self.rope, interleaved=index_interleaved)
         self.indexer = (
             TokenIndexer(
                 hidden_size, q_lora_rank, heads=index_heads, head_dim=index_head_dim, rope=rope,
-                **given,
+                **linear_options,
             )
             if index_heads
             else None
@@ -121,13 +125,15 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         """The choice for each sequence as if it were alone; each row is one page."""
         if self.indexer is None:
             raise self._missing_choice()
-        asked = self.indexer.turned(self.indexer(x, compressed), positions)
+        index_queries = self.indexer.turned(self.indexer(x, compressed), positions)
         tables, lens = self._as_pages(x)
-        most = min(self.top_k, x.shape[1])
-        first = None if bounds.first is None else jnp.broadcast_to(bounds.first, x.shape[:2])
+        top_k = min(self.top_k, x.shape[1])
+        segment_starts = (
+            None if bounds.first is None else jnp.broadcast_to(bounds.first, x.shape[:2])
+        )
         return index_xla(
-            asked.q, asked.weights, asked.keys, tables, lens, query_lens=lens, top_k=most,
-            begins=first,
+            index_queries.q, index_queries.weights, index_queries.keys, tables, lens,
+            query_lens=lens, top_k=top_k, begins=segment_starts,
         )  # fmt: skip
 
     def _missing_choice(self) -> ValueError:
@@ -243,8 +249,8 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             layer=layer, kv_scale=kv_scale, parallel=parallel, implementation=implementation,
         )  # fmt: skip
         kv_cache = tokens.kv_cache
-        of_lines_q, of_rows_q = lines.split(self._heads(x, tokens.q))
-        chunked = implementation if implementation == "xla" else None
+        line_q, decode_q = lines.split(self._heads(x, tokens.q))
+        prompt_implementation = implementation if implementation == "xla" else None
 
         def read(pages: Array) -> tuple[Array, Rows, Any]:
             """The pages of all GPUs in the order of rows. For the ops each line is a row whose
@@ -252,38 +258,49 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             pages, tables, read_layer = prefix_of(parallel, pages, jnp.asarray(block_tables), layer)
             return pages, (lines.of_row(tables, 0), lines.seq_lens, lines.query_lens), read_layer
 
-        picked, of_rows_picked = indices
-        asked: Sequence[Array] = ()
+        line_indices, decode_indices = indices
+        decode_index_features: Sequence[Array] = ()
         if self.indexer is not None and index is not None:
             parts = map(lines.split, self.indexer(x, tokens.q))
-            of_lines, asked = zip(*parts, strict=True)
-            one = self.indexer.turned(of_lines, tokens.positions)
-            places = tokens.written, lines.seq_lens, lines.query_lens
-            index = written(index, one.keys, places, layer)
-            keys, where, read_layer = read(index.cache)
+            line_index_features, decode_index_features = zip(*parts, strict=True)
+            index_queries = self.indexer.turned(line_index_features, tokens.positions)
+            places = tokens.write_tables, lines.seq_lens, lines.query_lens
+            index = written(index, index_queries.keys, places, layer)
+            keys, line_rows, read_layer = read(index.cache)
             scale = None if index.scale is None else read(index.scale)[0]
-            picked = chosen(IndexPages(keys, scale), one, where, self.top_k, read_layer, chunked)
-        if picked is None:
+            line_indices = chosen(
+                IndexPages(keys, scale),
+                index_queries,
+                line_rows,
+                self.top_k,
+                read_layer,
+                prompt_implementation,
+            )
+        if line_indices is None:
             raise self._missing_choice()
-        q_nope, q_pe = self._apply_rope(of_lines_q, tokens.positions)
+        q_nope, q_pe = self._apply_rope(line_q, tokens.positions)
         queries = mla.absorb_query(q_nope, self.w_uk[...].astype(self.dtype)), q_pe
-        latents, where, read_layer = read(kv_cache)
+        latents, line_rows, read_layer = read(kv_cache)
         out, *_ = self._attend_chosen(
             [each.astype(self._query_dtype(kv_cache)) for each in queries],
-            latents, where, picked, layer=read_layer, kv_scale=kv_scale, implementation=chunked,
+            latents, line_rows, line_indices, layer=read_layer, kv_scale=kv_scale,
+            implementation=prompt_implementation,
         )  # fmt: skip
         out, values, rest = self._values_of(out), None, [None]
         if rows is not None:
             # A barrier: the prompts' choice reads the index keys before the rows write theirs.
             # Otherwise XLA would copy the keys for the later read.
-            picked, index = lax.optimization_barrier((picked, index))
-            given = {name: rows[name] for name in rows if name not in ("rotation", "weights")}
-            values, index, of_rows_picked, *rest = self._attend_rows(
-                of_rows_q, tokens.rotation, kv_cache, index, asked, indices=of_rows_picked,
-                layer=layer, kv_scale=kv_scale, implementation=implementation, **given,
+            line_indices, index = lax.optimization_barrier((line_indices, index))
+            decode_options = {
+                name: rows[name] for name in rows if name not in ("rotation", "weights")
+            }
+            values, index, decode_indices, *rest = self._attend_rows(
+                decode_q, tokens.rotation, kv_cache, index, decode_index_features,
+                indices=decode_indices, layer=layer, kv_scale=kv_scale,
+                implementation=implementation, **decode_options,
             )  # fmt: skip
         y = self._join_mixed(x, out, values, lines, tokens, rows)
-        return y, kv_cache, index, (picked, of_rows_picked), *rest
+        return y, kv_cache, index, (line_indices, decode_indices), *rest
 
     def decode(  # type: ignore[override]
         self,
@@ -325,9 +342,9 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
             layer=layer, kv_scale=kv_scale, implementation=implementation,
         )  # fmt: skip
         block_tables, seq_lens, query_lens = rows
-        asked = () if self.indexer is None else self.indexer(x, compressed)
+        index_features = () if self.indexer is None else self.indexer(x, compressed)
         values, *rest = self._attend_rows(
-            self._heads(x, compressed), rotation, kv_cache, index, asked, indices=indices,
+            self._heads(x, compressed), rotation, kv_cache, index, index_features, indices=indices,
             block_tables=block_tables, seq_lens=seq_lens, query_lens=query_lens,
             layer=layer, kv_scale=kv_scale, batch_invariant=batch_invariant, spread=spread,
             arena=arena, implementation=implementation,
@@ -356,7 +373,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         rotation: Rotation,
         kv_cache: Array,
         index: IndexPages | None,
-        asked: Sequence[Array],
+        index_features: Sequence[Array],
         *,
         indices: Array | None = None,
         block_tables: Any,
@@ -371,7 +388,7 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
     ) -> tuple[Any, ...]:
         """(heads' outputs, pages with the tokens' keys, the choice, the arena or None, mailboxes).
 
-        The queries `q` are not yet rotated. `asked` are the indexer's outputs, if there is one.
+        The queries `q` are not yet rotated. `index_features` are the indexer's outputs, if any.
         """
         rows = block_tables, seq_lens, query_lens
         if spread is not None and self.sinks is not None:
@@ -379,29 +396,29 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
                 f"{type(self).__name__}: context parallelism does not support sinks; use context=1"
             )
         if self.indexer is not None and index is not None:
-            turned = in_layout(rotation, self.rope, self.indexer.rope.interleaved)
-            one = self.indexer.turned(asked, turned)
-            index = written(index, one.keys, rows, layer)
-            indices = chosen(index, one, rows, self.top_k, layer, implementation, spread)
+            index_rotation = in_layout(rotation, self.rope, self.indexer.rope.interleaved)
+            index_queries = self.indexer.turned(index_features, index_rotation)
+            index = written(index, index_queries.keys, rows, layer)
+            indices = chosen(index, index_queries, rows, self.top_k, layer, implementation, spread)
         if indices is None:
             raise self._missing_choice()
         queries = self._latent_queries(q, rotation)
         queries = [each.astype(self._query_dtype(kv_cache)) for each in queries]
-        own = indices if spread is None else spread.own_positions(indices)
+        local_indices = indices if spread is None else spread.own_positions(indices)
 
         def attend(queries: Any, tables: Any, lens: Any, query_lens: Any = None) -> Any:
             return self._attend_chosen(
-                queries, kv_cache, (tables, lens, query_lens), own, layer=layer, kv_scale=kv_scale,
-                batch_invariant=batch_invariant, arena=arena, decoding=True,
+                queries, kv_cache, (tables, lens, query_lens), local_indices, layer=layer,
+                kv_scale=kv_scale, batch_invariant=batch_invariant, arena=arena, decoding=True,
                 implementation=implementation,
             )  # fmt: skip
 
-        sent: list[Any] = []
+        mailboxes: list[Any] = []
         if spread is None:
-            out, _, rest = attend(queries, *rows)
+            out, _, arenas = attend(queries, *rows)
         else:
-            out, rest, sent = spread.attend(queries, attend)
-        return self._values_of(out), index, indices, rest[0] if rest else None, *sent
+            out, arenas, mailboxes = spread.attend(queries, attend)
+        return self._values_of(out), index, indices, arenas[0] if arenas else None, *mailboxes
 
     def _attend_chosen(
         self,
@@ -418,17 +435,17 @@ class SparseMultiHeadLatentAttention(MultiHeadLatentAttention):
         implementation: Implementation | None,
     ) -> tuple[Array, Array, list[Arena]]:
         """(outputs in the latent space, LSEs, the arena if one was given), for absorbed queries."""
-        both: Any = tuple(queries) if len(queries) > 1 else queries[0]
+        query: Any = tuple(queries) if len(queries) > 1 else queries[0]
         block_tables, seq_lens, query_lens = rows
-        arrays = both, kv_cache, block_tables, seq_lens, indices
-        given: Any = dict(
+        arrays = query, kv_cache, block_tables, seq_lens, indices
+        attend_options: Any = dict(
             scale=self.scale, query_lens=query_lens, layer=layer, kv_lora_rank=self.kv_lora_rank,
             kv_scale=kv_scale, sinks=self._sink_logits,
             implementation=implementation,
         )  # fmt: skip
         if not decoding:
-            return *mla.mla_sparse_prefill(*arrays, **given), []
+            return *mla.mla_sparse_prefill(*arrays, **attend_options), []
         out, lse, *rest = mla.mla_sparse_decode(
-            *arrays, arena=arena, batch_invariant=batch_invariant, **given
+            *arrays, arena=arena, batch_invariant=batch_invariant, **attend_options
         )
         return out, lse, rest

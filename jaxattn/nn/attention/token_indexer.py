@@ -85,12 +85,12 @@ class TokenIndexer(nnx.Module):
             )
         self.heads, self.head_dim, self.rope = heads, head_dim, rope
         self.dtype = jnp.dtype(dtype)
-        given: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        own = [name.removeprefix("indexer.") for name in fp8]
-        self.wq_b = new_linear(own, "wq_b", q_lora_rank, heads * head_dim, **given)
-        self.wk = new_linear(own, "wk", hidden_size, head_dim, **given)
+        linear_options: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        fp8_names = [name.removeprefix("indexer.") for name in fp8]
+        self.wq_b = new_linear(fp8_names, "wq_b", q_lora_rank, heads * head_dim, **linear_options)
+        self.wk = new_linear(fp8_names, "wk", hidden_size, head_dim, **linear_options)
         self.k_norm = LayerNorm(head_dim, param_dtype=param_dtype)
-        self.weights_proj = Linear(hidden_size, heads, **given)
+        self.weights_proj = Linear(hidden_size, heads, **linear_options)
 
     def __call__(
         self, x: Float[Array, "B S hidden"], compressed: Float[Array, "B S Q"]
@@ -131,7 +131,7 @@ def written(pages: IndexPages, keys: Array, rows: tuple[Any, Any, Any], layer: A
 
 def chosen(
     pages: IndexPages,
-    asked: IndexQueries,
+    queries: IndexQueries,
     rows: tuple[Any, Any, Any],
     top_k: int,
     layer: Any,
@@ -147,29 +147,29 @@ def chosen(
             own keys, and all GPUs then choose the same best of these.
     """
     block_tables, seq_lens, query_lens = rows
-    places = block_tables.shape[1] * pages.cache.shape[-2]
-    if top_k >= places:
+    max_tokens = block_tables.shape[1] * pages.cache.shape[-2]
+    if top_k >= max_tokens:
         arguments = OpArguments("TokenIndexer")
         lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if query_lens is not None:
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], most=places)
-        every = jnp.arange(places, dtype=jnp.int32)
-        return jnp.where(every < seen[..., None], every, -1)
-    given: Any = dict(layer=layer, k_scale=pages.scale)
+        visible_lens = seen_lengths(lens, query_lens, tokens=queries.q.shape[1], most=max_tokens)
+        positions = jnp.arange(max_tokens, dtype=jnp.int32)
+        return jnp.where(positions < visible_lens[..., None], positions, -1)
+    index_options: Any = dict(layer=layer, k_scale=pages.scale)
     if spread is None:
         return mla.mla_index(
-            asked.q, asked.weights, pages.cache, block_tables, seq_lens,
-            top_k=top_k, query_lens=query_lens, implementation=implementation, **given,
+            queries.q, queries.weights, pages.cache, block_tables, seq_lens,
+            top_k=top_k, query_lens=query_lens, implementation=implementation, **index_options,
         )  # fmt: skip
     # Each new token becomes a row.
-    new = asked.q.shape[:2]
-    q, weights = (x.reshape(-1, 1, *x.shape[2:]) for x in (asked.q, asked.weights))
-    own_rows = spread.tables, BoundedLengths(spread.lens, spread.most), None
-    asked = asked._replace(q=q, weights=weights)
-    own = chosen(pages, asked, own_rows, top_k, layer, implementation)
-    scores = scores_at(q, weights, pages.cache, spread.tables, own, **given)
+    batch_shape = queries.q.shape[:2]
+    q, weights = (x.reshape(-1, 1, *x.shape[2:]) for x in (queries.q, queries.weights))
+    local_rows = spread.tables, BoundedLengths(spread.lens, spread.most), None
+    queries = queries._replace(q=q, weights=weights)
+    local_positions = chosen(pages, queries, local_rows, top_k, layer, implementation)
+    scores = scores_at(q, weights, pages.cache, spread.tables, local_positions, **index_options)
     with jax.named_scope("context_top_k"):
-        parts = scores, spread.row_positions(own)
-        scores, found = lax.all_gather(parts, spread.axes, axis=2, tiled=True)
-        return best_of_parts(scores, found, top_k).reshape(*new, top_k)
+        parts = scores, spread.row_positions(local_positions)
+        scores, all_positions = lax.all_gather(parts, spread.axes, axis=2, tiled=True)
+        return best_of_parts(scores, all_positions, top_k).reshape(*batch_shape, top_k)

@@ -19,7 +19,7 @@ class DeltaChunk:
 
     Attributes:
         slots: slots in both pools; -1 for padding rows and rows without a new token.
-        fresh: whether a row starts here, from zeros.
+        starts_row: whether a row starts here, from zeros.
         valid: whether a token belongs to a row.
         query_lens: the number of new tokens of each row.
         layer: index into the stacks of pools.
@@ -27,7 +27,7 @@ class DeltaChunk:
     """
 
     slots: Int[Array, " B"]
-    fresh: Bool[Array, " B"]
+    starts_row: Bool[Array, " B"]
     valid: Bool[Array, "B T"]
     query_lens: Int[Array, " B"]
     layer: int | Array | None
@@ -79,43 +79,49 @@ class DeltaChunk:
     ) -> tuple[Float[Array, "B T Dc"], Array]:
         """The causal convolution with SiLU, and the pool with each row's last inputs."""
         # Slot -1 reads as zeros, the start of a fresh row.
-        reads = jnp.where(self.fresh, -1, self.slots)
-        before = state_read(conv_state, reads, layer=self.layer).astype(inputs.dtype)
+        read_slots = jnp.where(self.starts_row, -1, self.slots)
+        previous_inputs = state_read(conv_state, read_slots, layer=self.layer).astype(inputs.dtype)
         if self.lines is not None:
-            return self._convolve_lines(inputs, taps, before, conv_state)
+            return self._convolve_lines(inputs, taps, previous_inputs, conv_state)
         with jax.named_scope("last_inputs"):
-            window = jnp.concatenate([before, inputs], axis=1)
+            window = jnp.concatenate([previous_inputs, inputs], axis=1)
             # The last inputs of the row, not those of the padded chunk.
             last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
-            after = jnp.take_along_axis(window, last[:, :, None], axis=1)
-        mixed, _ = causal_conv1d(inputs, taps, initial_state=before)
-        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+            last_inputs = jnp.take_along_axis(window, last[:, :, None], axis=1)
+        mixed, _ = causal_conv1d(inputs, taps, initial_state=previous_inputs)
+        return mixed, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
 
     def _convolve_lines(
-        self, inputs: Array, taps: Array, before: Array, conv_state: Array
+        self, inputs: Array, taps: Array, previous_inputs: Array, conv_state: Array
     ) -> tuple[Array, Array]:
         """Convolves lines; each continues from the line before, unless it is its row's first."""
-        lines, back = self.lines, taps.shape[1] - 1
+        lines, history_len = self.lines, taps.shape[1] - 1
         assert lines is not None
-        own, _ = lines.split(inputs)
+        line_inputs, _ = lines.split(inputs)
         with jax.named_scope("last_inputs"):
-            started = before.at[lines.rows].get(mode="clip")
+            line_history = previous_inputs.at[lines.rows].get(mode="clip")
             if not lines.one_each:
-                ends = jnp.pad(own[:-1, -back:], ((1, 0), (0, 0), (0, 0)))
-                started = jnp.where((lines.begins > 0)[:, None, None], ends, started)
+                ends = jnp.pad(line_inputs[:-1, -history_len:], ((1, 0), (0, 0), (0, 0)))
+                line_history = jnp.where((lines.begins > 0)[:, None, None], ends, line_history)
             # The last inputs of the row's last line, not those of its padding.
             last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
-            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(own) - 1)
-            at = (self.query_lens - last * lines.tokens)[:, None] + jnp.arange(back) - back
-            old = jnp.take_along_axis(
-                started[line], jnp.clip(at + back, 0, back - 1)[..., None], axis=1
+            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(line_inputs) - 1)
+            input_positions = (
+                (self.query_lens - last * lines.tokens)[:, None]
+                + jnp.arange(history_len)
+                - history_len
             )
-            new = own[line[:, None], jnp.maximum(at, 0)]
-            after = jnp.where((at < 0)[..., None], old, new)
-        mixed, _ = causal_conv1d(own, taps, initial_state=started)
+            history_inputs = jnp.take_along_axis(
+                line_history[line],
+                jnp.clip(input_positions + history_len, 0, history_len - 1)[..., None],
+                axis=1,
+            )
+            new_inputs = line_inputs[line[:, None], jnp.maximum(input_positions, 0)]
+            last_inputs = jnp.where((input_positions < 0)[..., None], history_inputs, new_inputs)
+        mixed, _ = causal_conv1d(line_inputs, taps, initial_state=line_history)
         mixed = mixed.reshape(1, -1, mixed.shape[-1])
         mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
-        return mixed, state_write(conv_state, after, self.slots, layer=self.layer)
+        return mixed, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
         """Gates with no decay and no update at padding, which keep the state of its row."""

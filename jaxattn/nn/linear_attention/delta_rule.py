@@ -108,7 +108,7 @@ class DeltaLayer(nnx.Module):
         """q and k [B, T, Hk, Dk], v [B, T, Hv, Dv]."""
 
     @abc.abstractmethod
-    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
+    def _gates(self, projections: DeltaProjections) -> tuple[Array, Array]:
         """The log decays and beta, both float32."""
 
     def __call__(
@@ -138,12 +138,12 @@ class DeltaLayer(nnx.Module):
         if segment_ids is not None:
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
-        x, spoiled = bounds.isolated(x, self.dtype)
+        x, is_nan = bounds.isolated(x, self.dtype)
         # One cast of x, so that the gradients of its products are summed in this dtype.
-        made = self._split(self._projected(x.astype(self.dtype)), packed=False)
-        g, beta = self._gates(made)
-        q, k, v, gate = self._convolved(made.mixed, bounds)
-        gate = made.gate if gate is None else gate
+        projections = self._split(self._projected(x.astype(self.dtype)), packed=False)
+        g, beta = self._gates(projections)
+        q, k, v, gate = self._convolved(projections.mixed, bounds)
+        gate = projections.gate if gate is None else gate
         if segment_ids is not None:
             assert bounds.first is not None  # always set with segment_ids
             begins = jnp.equal(bounds.first, jnp.arange(x.shape[1]))
@@ -154,7 +154,7 @@ class DeltaLayer(nnx.Module):
         weight, eps = self.norm.weight[...], self.norm.eps
         normed = gated_rms_norm(o, gate, weight, eps, sigmoid=self.sigmoid_gate)
         y = self._project_out(normed)
-        return y if spoiled is None else jnp.where(spoiled[..., None], jnp.nan, y)
+        return y if is_nan is None else jnp.where(is_nan[..., None], jnp.nan, y)
 
     def _convolved(self, mixed: Array, bounds: SegmentBounds) -> tuple[Array | None, ...]:
         """q, k and v split into heads, and the columns after them, or None.
@@ -224,21 +224,23 @@ class DeltaLayer(nnx.Module):
         implementation: Implementation | None,
     ) -> tuple[Array, Array, Array]:
         """(the input of out_proj, the pools) for a chunk, after its projections."""
-        made = self._split(projected)
-        mixed, conv_state = chunk.convolve(made.mixed, self.conv1d[...], conv_state)
+        projections = self._split(projected)
+        mixed, conv_state = chunk.convolve(projections.mixed, self.conv1d[...], conv_state)
         q, k, v = self._split_heads(mixed)
         y, ssm_state = type(self).prefill_rule(
             q,
             k,
             v,
-            *chunk.gates(*self._gates(made)),
+            *chunk.gates(*self._gates(projections)),
             ssm_state,
             chunk.slots,
-            has_initial_state=~chunk.fresh,
+            has_initial_state=~chunk.starts_row,
             layer=chunk.layer,
             **chunk.options,
             split_tokens=chunk.split_tokens(v.shape[2]),
-            output_norm=OutputNorm(gate=made.gate, weight=self.norm.weight[...], eps=self.norm.eps),
+            output_norm=OutputNorm(
+                gate=projections.gate, weight=self.norm.weight[...], eps=self.norm.eps
+            ),
             implementation=implementation,
         )
         return y, conv_state, ssm_state
@@ -272,15 +274,17 @@ class DeltaLayer(nnx.Module):
         """
         projected = self._projected(x)
         chunk = DeltaChunk.packed(lines, x.shape[1], state_indices, seq_lens, query_lens, layer)
-        chosen = implementation if implementation == "xla" else None
+        prompt_implementation = implementation if implementation == "xla" else None
         # The recurrence runs over the whole list, although the end belongs to none of its rows:
         # cutting the end off would copy the rest.
-        y, conv_state, ssm_state = self._run_chunk(projected, chunk, conv_state, ssm_state, chosen)
-        y, rest = y.reshape(*y.shape[:2], -1), [None]
+        y, conv_state, ssm_state = self._run_chunk(
+            projected, chunk, conv_state, ssm_state, prompt_implementation
+        )
+        y, arenas = y.reshape(*y.shape[:2], -1), [None]
         if rows is not None:
             # A barrier, as in attention: the prompts read the pools before the rows write to them.
             y, conv_state, ssm_state = lax.optimization_barrier((y, conv_state, ssm_state))
-            others, conv_state, ssm_state, *rest = self._advance(
+            decode_y, conv_state, ssm_state, *arenas = self._advance(
                 tuple(lines.split(each)[1] for each in projected),
                 conv_state,
                 ssm_state,
@@ -288,11 +292,11 @@ class DeltaLayer(nnx.Module):
                 implementation=implementation,
                 **rows,
             )
-            first = x.shape[1] - len(others)
-            y = y.at[0, first:].set(others[:, 0].astype(y.dtype), indices_are_sorted=True)
-        of_rows = jnp.arange(x.shape[1]) >= lines.valid.size
-        out = jnp.where((chunk.valid | of_rows)[..., None], self._project_out(y), 0)
-        return out, conv_state, ssm_state, rest[0] if rest else None
+            decode_start = x.shape[1] - len(decode_y)
+            y = y.at[0, decode_start:].set(decode_y[:, 0].astype(y.dtype), indices_are_sorted=True)
+        is_decode_token = jnp.arange(x.shape[1]) >= lines.valid.size
+        out = jnp.where((chunk.valid | is_decode_token)[..., None], self._project_out(y), 0)
+        return out, conv_state, ssm_state, arenas[0] if arenas else None
 
     def decode(
         self,
@@ -324,7 +328,7 @@ class DeltaLayer(nnx.Module):
         op, pools = f"{type(self).__name__}.decode", (conv_state, ssm_state)
         state_indices = self._check_decode(op, x, pools, state_indices, layer)
         projected, options = self._projected_rows(x)
-        y, conv_state, ssm_state, *rest = self._advance(
+        y, conv_state, ssm_state, *arenas = self._advance(
             projected,
             conv_state,
             ssm_state,
@@ -336,7 +340,7 @@ class DeltaLayer(nnx.Module):
             implementation=implementation,
             **options,
         )
-        return self._project_out(y), conv_state, ssm_state, rest[0] if rest else None
+        return self._project_out(y), conv_state, ssm_state, arenas[0] if arenas else None
 
     def _project_out(self, y: Float[Array, "B T *Hv_Dv"]) -> Float[Array, "B T hidden"]:
         with jax.named_scope(f"{self.family}_out_proj"):

@@ -146,8 +146,10 @@ class GatedDeltaNet(DeltaLayer):
         mixed = qkvz[..., : self.conv_dim] if packed else qkvz
         return DeltaProjections(mixed, a, b, qkvz)
 
-    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        return gdn.gdn_gates(made.decays, made.beta, self.A_log[...], self.dt_bias[...])
+    def _gates(self, projections: DeltaProjections) -> tuple[Array, Array]:
+        return gdn.gdn_gates(
+            projections.decays, projections.beta, self.A_log[...], self.dt_bias[...]
+        )
 
     def _split_heads(self, mixed: Array) -> tuple[Array, Array, Array]:
         key_dim = self.num_k_heads * self.head_k_dim

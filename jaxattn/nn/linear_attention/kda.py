@@ -141,10 +141,10 @@ class KimiDeltaAttention(DeltaLayer):
         del packed  # each projection is a separate array
         return DeltaProjections(*projected)
 
-    def _gates(self, made: DeltaProjections) -> tuple[Array, Array]:
-        beta = made.beta[..., : self.num_heads]  # packed parameters may be padded with zeros
+    def _gates(self, projections: DeltaProjections) -> tuple[Array, Array]:
+        beta = projections.beta[..., : self.num_heads]  # packed parameters may be padded with zeros
         return kda.kda_gates(
-            made.decays.reshape(*beta.shape, self.head_dim),
+            projections.decays.reshape(*beta.shape, self.head_dim),
             beta,
             self.A_log[...],
             self.dt_bias[...].reshape(self.num_heads, self.head_dim),

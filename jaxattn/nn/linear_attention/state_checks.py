@@ -54,19 +54,20 @@ def check_lengths(op: str, x: Array, slots: Any, seq_lens: Any, query_lens: Any)
     traced = [isinstance(given, jax.core.Tracer) for given in (slots, seq_lens, query_lens)]
     if x.shape[0] == 0 or traced[2]:
         return
-    new = np.asarray(query_lens)
+    num_new_tokens = np.asarray(query_lens)
     if not traced[0]:
-        new = np.where(np.asarray(slots) >= 0, new, 0)  # a padding row's are not used
-    described, tokens = f"query_lens {query_lens.shape}", x.shape[1]
-    but = f"x {tuple(x.shape)} has {tokens} tokens per row"
-    OpArguments(op).check_most(described, new, tokens, but)
+        # A padding row's are not used.
+        num_new_tokens = np.where(np.asarray(slots) >= 0, num_new_tokens, 0)
+    description, tokens = f"query_lens {query_lens.shape}", x.shape[1]
+    limit_description = f"x {tuple(x.shape)} has {tokens} tokens per row"
+    OpArguments(op).check_most(description, num_new_tokens, tokens, limit_description)
     if traced[1]:
         return
     ends = np.asarray(seq_lens)
-    short = (new > 0) & (new > ends)
-    if short.any():
-        row = int(short.argmax())
+    exceeds_seq_len = (num_new_tokens > 0) & (num_new_tokens > ends)
+    if exceeds_seq_len.any():
+        row = int(exceeds_seq_len.argmax())
         raise ValueError(
-            f"{op}: {described} holds {new[row]} for row {row}, but seq_lens, which includes "
-            f"these tokens, holds {ends[row]}"
+            f"{op}: {description} holds {num_new_tokens[row]} for row {row}, but seq_lens, which "
+            f"includes these tokens, holds {ends[row]}"
         )

@@ -67,59 +67,61 @@ def _messages(fields: JsonFields) -> list[dict[str, Any]]:
     given = fields.objects("messages", MOST_MESSAGES)
     if not given:
         raise fields.wrong("messages", "a list of at least one message")
-    found = MessageList()
+    message_list = MessageList()
     if (system := fields.values.get("system")) is not None:
         if text := text_of(system, "system", TEXTS):
-            found.say("system", text)
+            message_list.say("system", text)
     for place, message in enumerate(given):
         reader = JsonFields(message, f"messages[{place}]")
         role = reader.chosen("role", ROLES)
         if role is None:
             raise reader.wrong("role", f"one of {', '.join(ROLES)}")
-        _add(found, role, reader)
-    if not found.messages:
+        _add(message_list, role, reader)
+    if not message_list.messages:
         raise fields.wrong(
             "messages",
             "a list with at least one message that has text, a tool call or a tool result",
         )
-    return found.messages
+    return message_list.messages
 
 
-def _add(found: MessageList, role: str, message: JsonFields) -> None:
-    content, where = message.values.get("content"), message.name("content")
+def _add(message_list: MessageList, role: str, message: JsonFields) -> None:
+    content, content_path = message.values.get("content"), message.name("content")
     if isinstance(content, str) or not isinstance(content, list):
-        found.say(role, text_of(content, where, TEXTS))
+        message_list.say(role, text_of(content, content_path, TEXTS))
         return
-    said: list[str] = []  # successive texts, which become one message
+    pending_texts: list[str] = []  # successive texts, which become one message
 
     def flush() -> None:
-        if said:
-            found.say(role, "".join(said))
-            said.clear()
+        if pending_texts:
+            message_list.say(role, "".join(pending_texts))
+            pending_texts.clear()
 
     for place, block in enumerate(content):
-        name = f"{where}[{place}]"
+        name = f"{content_path}[{place}]"
         reader = JsonFields(block, name) if isinstance(block, dict) else None
         kind = reader.values.get("type") if reader else None
         if reader is None or kind == "text":
-            said.append(text_of([block], where, TEXTS) if kind else text_of(block, name, TEXTS))
+            pending_texts.append(
+                text_of([block], content_path, TEXTS) if kind else text_of(block, name, TEXTS)
+            )
         elif kind == "document":
-            said.append(_document(reader))
+            pending_texts.append(_document(reader))
         elif kind == "thinking":
             flush()
             if thoughts := reader.text("thinking"):
-                found.think(thoughts)
+                message_list.think(thoughts)
         elif kind == "tool_use":
             flush()
             arguments = orjson.dumps(reader.object("input").values).decode()
-            found.call(_needed(reader, "id"), _needed(reader, "name"), arguments)
+            message_list.call(_needed(reader, "id"), _needed(reader, "name"), arguments)
         elif kind == "tool_result":
             flush()
             result = reader.values.get("content")
             text = "" if result is None else text_of(_texts(result), f"{name}.content", TEXTS)
-            found.result(_needed(reader, "tool_use_id"), text)
+            message_list.result(_needed(reader, "tool_use_id"), text)
         elif not isinstance(kind, str) or not (kind in SKIPPED or kind.endswith("_tool_result")):
-            text_of([block], where, TEXTS)  # raises the error for an unsupported block
+            text_of([block], content_path, TEXTS)  # raises the error for an unsupported block
     flush()
 
 

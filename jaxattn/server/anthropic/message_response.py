@@ -51,10 +51,10 @@ class MessageForm(PartsForm):
 
     def _stop(self) -> dict[str, Any]:
         """Returns the fields with the reason why the message ended."""
-        stop = self.last.stop if self.last is not None else None
+        stop = self.last_chunk.stop if self.last_chunk is not None else None
         stop = stop if isinstance(stop, str) else None
         reason = "end_turn" if stop is None else "stop_sequence"
-        if self.cut:
+        if self.truncated:
             reason = "max_tokens"
         elif any(block["type"] == "tool_use" for block in self.parts):
             reason = "tool_use"
@@ -68,7 +68,7 @@ class MessageForm(PartsForm):
         self.parts[-1][kind] += text
         return self._delta({"type": f"{kind}_delta", kind: text})
 
-    def closed(self, kind: str, *, cut: bool) -> Events:
+    def closed(self, kind: str, *, truncated: bool) -> Events:
         found: Events = []
         if kind == self.thoughts:
             self.parts[-1]["signature"] = SIGNATURE

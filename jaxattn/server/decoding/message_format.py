@@ -84,7 +84,7 @@ class MessageFormat:
     def shown(self, choice: ToolChoice) -> tuple[str, ...]:
         """Returns the special tokens that must stay in the text for the parser."""
         harmony = isinstance(self.style, HarmonyFormat)
-        return (*self.thoughts, *(self.style.shown if choice.functions or harmony else ()))
+        return (*self.thoughts, *(self.style.visible_tokens if choice.functions or harmony else ()))
 
     def opened(self, prompt_end: str) -> bool:
         """Whether the prompt ends with the opening tag of the reasoning."""

@@ -45,7 +45,7 @@ class OutputChunk(NamedTuple):
         finish: The finish reason, "stop" or "length", in the last chunk; otherwise None.
         stop: The request's stop string or stop token that ended the choice. None if it ended for
             another reason, such as the model's own stop token.
-        chances: The tokens' log-probabilities, if requested. `Chance.offset` counts from the
+        logprobs: The tokens' log-probabilities, if requested. `Chance.offset` counts from the
             beginning of the choice's text.
         ids: The ids of the new tokens.
         prompt: The prompt tokens' log-probabilities, if requested. Their offsets are 0.
@@ -56,7 +56,7 @@ class OutputChunk(NamedTuple):
     text: str
     finish: str | None = None
     stop: str | int | None = None
-    chances: tuple[Chance, ...] = ()
+    logprobs: tuple[Chance, ...] = ()
     ids: tuple[int, ...] = ()
     prompt: tuple[Chance, ...] = ()
     embedding: Float[np.ndarray, "hidden"] | None = None
@@ -99,8 +99,8 @@ class ChoiceDetokenizer:
             tokens = tuple([event.token for event in events])  # type: ignore[union-attr]
             self.tokens += len(tokens)
             return OutputChunk(self.number, self._stream.push(*tokens), ids=tokens)
-        text, ids, chances = list[str](), list[int](), list[Chance]()
-        more: dict[str, Any] = {}
+        text, ids, token_logprobs = list[str](), list[int](), list[Chance]()
+        chunk_fields: dict[str, Any] = {}
         for event in events:
             if self.done:  # the text ended at a stop string before the row's finish event
                 if isinstance(event, FinishEvent):
@@ -111,23 +111,28 @@ class ChoiceDetokenizer:
                 self.tokens += 1
                 pushed = self._stream.push(token)
                 if logprobs is not None:
-                    chances.append(Chance(token, logprobs, self._characters))
+                    token_logprobs.append(Chance(token, logprobs, self._characters))
                     self._characters += len(pushed)
                 ids.append(token)
                 if self._stops is not None:
                     pushed, stop = self._stops.push(pushed)
                     if stop is not None:
-                        self.done, more = True, more | {"finish": "stop", "stop": stop}
+                        self.done = True
+                        chunk_fields |= {"finish": "stop", "stop": stop}
                 text.append(pushed)
             elif isinstance(event, FinishEvent):
-                more |= self._ended(event.completion, text)
+                chunk_fields |= self._ended(event.completion, text)
             elif isinstance(event, PromptEvent):
-                told = map(Chance, event.request.prompt, event.logprobs)
-                more["prompt"] = tuple(told)
-        if not (ids or more):
+                prompt_logprobs = map(Chance, event.request.prompt, event.logprobs)
+                chunk_fields["prompt"] = tuple(prompt_logprobs)
+        if not (ids or chunk_fields):
             return None
         return OutputChunk(
-            self.number, "".join(text), chances=tuple(chances), ids=tuple(ids), **more
+            self.number,
+            "".join(text),
+            logprobs=tuple(token_logprobs),
+            ids=tuple(ids),
+            **chunk_fields,
         )
 
     def _ended(self, completion: Completion, text: list[str]) -> dict[str, Any]:
@@ -144,9 +149,10 @@ class ChoiceDetokenizer:
                 return {"finish": "stop", "stop": stop}
             rest += self._stops.end()
         text.append(rest)
-        asked = completion.detail in self._stop_tokens  # other details do not name a stop token
-        found = completion.detail if asked else None
-        return {"finish": finish, "stop": found, "embedding": completion.embedding}
+        # Other details do not name a stop token.
+        is_request_stop = completion.detail in self._stop_tokens
+        stop_token = completion.detail if is_request_stop else None
+        return {"finish": finish, "stop": stop_token, "embedding": completion.embedding}
 
 
 def _plain(event: Event) -> bool:
@@ -195,7 +201,7 @@ class OutputCollector:
         self._choices: Mapping[int | None, ChoiceDetokenizer] = {
             request.id: choice for request, choice in zip(requests, choices, strict=True)
         }
-        self._given: list[Sequence[RowEvents]] = []
+        self._pending: list[Sequence[RowEvents]] = []
         self._sink: PieceSink | None = None
         self._failure: Exception | None = None
         self._arrived = asyncio.Event()
@@ -227,7 +233,7 @@ class OutputCollector:
         for `pieces`."""
         sink = self._sink
         ends = [own for _, own in rows if type(own[-1]) is FinishEvent]
-        if sink is not None and not ends and not self._given and sink.ready:
+        if sink is not None and not ends and not self._pending and sink.ready:
             try:
                 pieces = self._pieces(rows)
                 sink.take(pieces)
@@ -236,7 +242,7 @@ class OutputCollector:
             except Exception as error:  # a bug here fails only this answer
                 self._failure = error
             rows = ()  # the sink has their chunks
-        self._given.append(rows)
+        self._pending.append(rows)
         self._arrived.set()
 
     @property
@@ -277,7 +283,7 @@ class OutputCollector:
         Raises:
             ApiError: If a row failed or was aborted.
         """
-        if not self._given:
+        if not self._pending:
             self._arrived.clear()
             self._sink = sink
             try:
@@ -289,11 +295,13 @@ class OutputCollector:
                 self._sink = None
         if self._failure is not None:
             raise self._failure
-        given, self._given = self._given, []
-        if sum(len(own) for rows in given for _, own in rows) <= PROMPT * len(self._choices):
-            return [piece for rows in given for piece in self._pieces(rows)]
+        pending, self._pending = self._pending, []
+        if sum(len(row_events) for rows in pending for _, row_events in rows) <= PROMPT * len(
+            self._choices
+        ):
+            return [piece for rows in pending for piece in self._pieces(rows)]
         joined: dict[int, list[Event]] = {}
-        for rows in given:
+        for rows in pending:
             for id, own in rows:
                 joined.setdefault(id, []).extend(own)
         return self._pieces(list(joined.items()))

@@ -50,7 +50,7 @@ class SamplingParams:
         stop_included: Whether a stop string stays in the text.
         skip_special: Whether special tokens are left out of the text.
         limits: The restrictions of single tokens.
-        more: Further fields of the engine's requests, if they change the result.
+        request_fields: Further fields of the engine's requests, if they change the result.
     """
 
     max_tokens: int | None
@@ -66,7 +66,7 @@ class SamplingParams:
     stop_included: bool
     skip_special: bool
     limits: TokenLimits
-    more: Mapping[str, Any]
+    request_fields: Mapping[str, Any]
 
     def ends(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Returns the stop tokens of a row, where `ends` are the model's."""
@@ -78,31 +78,33 @@ class SamplingParams:
         *,
         choice: int,
         id: int,
-        most: int,
-        ends: Sequence[int],
-        **more: Any,
+        max_new_tokens: int,
+        model_stop_tokens: Sequence[int],
+        **choice_fields: Any,
     ) -> Request:
         """Returns the engine request of one choice.
 
         Args:
             choice: The number of the choice.
             id: The id of the request.
-            most: The maximum number of tokens that can follow the prompt.
-            ends: The model's stop tokens.
-            more: Further fields, only for this choice.
+            max_new_tokens: The maximum number of tokens that can follow the prompt.
+            model_stop_tokens: The model's stop tokens.
+            choice_fields: Further fields, only for this choice.
         """
         return Request(
             prompt,
-            max_tokens=most if self.max_tokens is None else min(self.max_tokens, most),
+            max_tokens=max_new_tokens
+            if self.max_tokens is None
+            else min(self.max_tokens, max_new_tokens),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
             seed=(self.seed + choice * GOLDEN) % 2**32,
-            stop_tokens=self.ends(ends),
+            stop_tokens=self.ends(model_stop_tokens),
             id=id,
-            **self.more,
-            **more,
+            **self.request_fields,
+            **choice_fields,
         )
 
 
@@ -144,7 +146,7 @@ def read_sampling(
         stop_included=fields.flag("include_stop_str_in_output"),
         skip_special=fields.flag("skip_special_tokens", True),
         limits=TokenLimits.read(fields, max_tokens, vocab_size),
-        more=_more(fields, defaults, logprobs, prompt_logprobs, vocab_size),
+        request_fields=_more(fields, defaults, logprobs, prompt_logprobs, vocab_size),
     )
 
 
@@ -172,8 +174,8 @@ def _more(
     salt = fields.text("cache_salt", MOST_SALT)
     if salt and "cache_salt" in ABLE:  # an engine without a prefix cache needs no salt
         found["cache_salt"] = salt
-    for name, (least, most, neutral) in PENALTIES.items():
-        value = _or(fields.number(name, least, most), getattr(defaults, name, None), neutral)
+    for name, (lower, upper, neutral) in PENALTIES.items():
+        value = _or(fields.number(name, lower, upper), getattr(defaults, name, None), neutral)
         if value != neutral:
             found[name] = value
     if bias := _bias(fields, vocab_size):

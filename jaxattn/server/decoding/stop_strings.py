@@ -15,26 +15,26 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], *, included: bool = False):
         self._stops, self._included = tuple(stops), included
-        self._held = ""
+        self._withheld = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Returns the text that has become final, and the stop string that ended it or None."""
         if not self._stops:
             return text, None
-        held = self._held + text
-        places = [(held.find(stop), stop) for stop in self._stops]
+        pending = self._withheld + text
+        places = [(pending.find(stop), stop) for stop in self._stops]
         found = min(((at, stop) for at, stop in places if at >= 0), default=None)
         if found is not None:
             at, stop = found
-            self._held = ""
-            return held[: at + len(stop) if self._included else at], stop
-        kept = max(map(_find_partial_stop, [held] * len(self._stops), self._stops))
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept], None
+            self._withheld = ""
+            return pending[: at + len(stop) if self._included else at], stop
+        kept = max(map(_find_partial_stop, [pending] * len(self._stops), self._stops))
+        self._withheld = pending[len(pending) - kept :]
+        return pending[: len(pending) - kept], None
 
     def end(self) -> str:
         """Returns the withheld text, after the last piece."""
-        held, self._held = self._held, ""
+        held, self._withheld = self._withheld, ""
         return held
 
 

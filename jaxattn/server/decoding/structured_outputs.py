@@ -38,23 +38,25 @@ def read_grammar(
     """
     format_ = fields.object("response_format")
     kind = format_.chosen("type", KINDS) or "text"
-    called = choice.mode == "required"
+    requires_tool_call = choice.mode == "required"
     structured = _structured(fields)
-    asking = [structured.where] if structured is not None else []
-    asking += ["response_format"] * (kind != "text") + ["tool_choice"] * called
-    if not asking:
+    constraints = [structured.where] if structured is not None else []
+    constraints += ["response_format"] * (kind != "text") + ["tool_choice"] * requires_tool_call
+    if not constraints:
         return None
-    param = "tool_choice" if called else asking[0]
+    param = "tool_choice" if requires_tool_call else constraints[0]
     if "grammar" not in ABLE:
         raise bad(param, f"{param} needs a grammar, but this engine does not support grammars")
-    if len(asking) > 1:
+    if len(constraints) > 1:
         raise bad(
-            param, f"{asking[0]} and {asking[-1]} both constrain the answer; give only one of them"
+            param,
+            f"{constraints[0]} and {constraints[-1]} both constrain the answer; give only one of "
+            "them",
         )
     if structured is not None:
         grammar = _of_structured(structured, answer)
     else:
-        grammar = answer.calls(choice) if called else _of_format(format_, kind, answer)
+        grammar = answer.calls(choice) if requires_tool_call else _of_format(format_, kind, answer)
     if len(grammar) > MOST_CHARACTERS:
         raise bad(
             param,

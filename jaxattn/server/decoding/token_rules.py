@@ -25,13 +25,13 @@ class TokenLimits:
     """The restrictions that a request asks for.
 
     Attributes:
-        least: The minimum number of tokens before a stop token.
-        allowed: The ids of the allowed tokens; None for all.
+        min_tokens: The minimum number of tokens before a stop token.
+        allowed_token_ids: The ids of the allowed tokens; None for all.
         bad_words: The forbidden words.
     """
 
-    least: int = 0
-    allowed: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
 
     @classmethod
@@ -41,20 +41,22 @@ class TokenLimits:
         Raises:
             ApiError: 400 with the field's name.
         """
-        least = fields.integer("min_tokens", 0, MOST_COUNT) or 0
-        longer = max_tokens is not None and least > max_tokens
-        if longer and not fields.flag("ignore_eos"):
+        min_tokens = fields.integer("min_tokens", 0, MOST_COUNT) or 0
+        exceeds_max = max_tokens is not None and min_tokens > max_tokens
+        if exceeds_max and not fields.flag("ignore_eos"):
             raise bad(
                 "min_tokens",
                 f"min_tokens must be at most {max_tokens:,}, the maximum number of tokens; got "
-                f"{least:,}",
+                f"{min_tokens:,}",
             )
-        allowed = None
+        allowed_token_ids = None
         if fields.given("allowed_token_ids"):
-            allowed = fields.integers("allowed_token_ids", MOST_ALLOWED, vocab_size - 1)
-            if not allowed:
+            allowed_token_ids = fields.integers("allowed_token_ids", MOST_ALLOWED, vocab_size - 1)
+            if not allowed_token_ids:
                 raise fields.wrong("allowed_token_ids", "a list of at least one token id")
-        return cls(least, allowed, fields.texts("bad_words", MOST_BAD_WORDS, MOST_WORD))
+        return cls(
+            min_tokens, allowed_token_ids, fields.texts("bad_words", MOST_BAD_WORDS, MOST_WORD)
+        )
 
     def rules(
         self, stops: Sequence[int], encode: Callable[[str], list[int]]
@@ -65,8 +67,8 @@ class TokenLimits:
             stops: The rows' stop tokens.
             encode: Tokenizes a plain prompt.
         """
-        least = self.least if stops else 0
-        if not least and self.allowed is None and not self.bad_words:
+        min_tokens = self.min_tokens if stops else 0
+        if not min_tokens and self.allowed_token_ids is None and not self.bad_words:
             return None
         begin = encode("")  # BOS, if the tokenizer adds it
         words = []
@@ -76,37 +78,41 @@ class TokenLimits:
                 words.append(
                     tuple(tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens)
                 )
-        return TokenRules(least, self.allowed, [word for word in words if word], stops)
+        return TokenRules(
+            min_tokens, self.allowed_token_ids, [word for word in words if word], stops
+        )
 
 
 class TokenRules:
     """The rules of one row, which implement the engine's `Grammar`.
 
     Args:
-        least: The minimum number of tokens before one of `stops`.
-        allowed: The ids of the allowed tokens; None for all.
-        bad: The forbidden sequences of tokens.
+        min_tokens: The minimum number of tokens before one of `stops`.
+        allowed_token_ids: The ids of the allowed tokens; None for all.
+        bad_words: The forbidden sequences of tokens.
         stops: The row's stop tokens.
     """
 
     def __init__(
         self,
-        least: int,
-        allowed: Sequence[int] | None,
-        bad: Sequence[tuple[int, ...]],
+        min_tokens: int,
+        allowed_token_ids: Sequence[int] | None,
+        bad_words: Sequence[tuple[int, ...]],
         stops: Sequence[int],
     ):
-        self._least, self._bad, self._stops = least, bad, tuple(stops)
-        self._allowed = None if allowed is None else _bits(allowed)
+        self._min_tokens, self._bad_words, self._stops = min_tokens, bad_words, tuple(stops)
+        self._allowed_mask = None if allowed_token_ids is None else _bits(allowed_token_ids)
         self._inner: Grammar | None = None
         self._tokens = 0
-        self._last: collections.deque[int] = collections.deque(maxlen=max(map(len, bad), default=1))
+        self._last_tokens: collections.deque[int] = collections.deque(
+            maxlen=max(map(len, bad_words), default=1)
+        )
         self._left_none = False
 
     def around(self, grammar: Grammar | None) -> Self:
         """Returns a copy of these rules for a new row, combined with its grammar."""
         made = copy.copy(self)
-        made._inner, made._last = grammar, self._last.copy()
+        made._inner, made._last_tokens = grammar, self._last_tokens.copy()
         return made
 
     @property
@@ -115,8 +121,8 @@ class TokenRules:
         inner = getattr(self._inner, "error", None)
         if inner is not None or not self._left_none:
             return inner
-        name = "min_tokens" if self._tokens < self._least else "allowed_token_ids"
-        name = "bad_words" if name == "allowed_token_ids" and self._allowed is None else name
+        name = "min_tokens" if self._tokens < self._min_tokens else "allowed_token_ids"
+        name = "bad_words" if name == "allowed_token_ids" and self._allowed_mask is None else name
         return bad(name, f"{name} forbids every possible next token; change it")
 
     def mask(self, words: np.ndarray) -> None:
@@ -125,14 +131,14 @@ class TokenRules:
             words[:] = -1
         else:
             self._inner.mask(words)
-        if self._allowed is not None:
-            words[: len(self._allowed)] &= self._allowed
-            words[len(self._allowed) :] = 0
-        if self._tokens < self._least:
+        if self._allowed_mask is not None:
+            words[: len(self._allowed_mask)] &= self._allowed_mask
+            words[len(self._allowed_mask) :] = 0
+        if self._tokens < self._min_tokens:
             for token in self._stops:
                 _clear(words, token)
-        last = tuple(self._last)
-        for word in self._bad:
+        last = tuple(self._last_tokens)
+        for word in self._bad_words:
             before = word[:-1]
             if last[len(last) - len(before) :] == before:
                 _clear(words, word[-1])
@@ -141,7 +147,7 @@ class TokenRules:
     def accept(self, token: int) -> bool:
         """Consumes a token, and returns whether the text goes on."""
         self._tokens += 1
-        self._last.append(token)
+        self._last_tokens.append(token)
         return self._inner is None or self._inner.accept(token)
 
 

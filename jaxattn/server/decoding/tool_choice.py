@@ -21,7 +21,7 @@ class ToolChoice:
         tools: The tools that the template shows to the model, in the format of Chat Completions.
         functions: The tools that the model may call.
         mode: "required" if the model must call one of them, otherwise "auto".
-        named: Whether the request names a single function.
+        names_function: Whether the request names a single function.
         parallel: Whether a message may contain several calls.
         repeated: Whether a required call may be followed by others. The request must ask for this
             explicitly, because an uncertain model would generate calls without end.
@@ -30,7 +30,7 @@ class ToolChoice:
     tools: tuple[Tool, ...] = ()
     functions: tuple[Tool, ...] = ()
     mode: Literal["auto", "required"] = "auto"
-    named: bool = False
+    names_function: bool = False
     parallel: bool = True
     repeated: bool = False
 
@@ -63,19 +63,19 @@ def read_tools(fields: JsonFields) -> ToolChoice:
         raise fields.wrong("tool_choice", "none, auto, required or an object that names a tool")
     if choice not in (None, "auto") and not tools:
         raise bad("tool_choice", "tool_choice needs tools; give some, or leave it out")
-    mode, allowed, named = "auto", names, False
+    mode, allowed, names_function = "auto", names, False
     if choice == "required":
         mode = "required"
     elif isinstance(choice, dict):
-        mode, allowed, named = _named(fields, names)
+        mode, allowed, names_function = _named(fields, names)
     functions = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
     return ToolChoice(
         tools=tuple(tools),
         functions=functions,
         mode="required" if mode == "required" else "auto",
-        named=named,
-        parallel=parallel and not named,
-        repeated=parallel and not named and fields.given("parallel_tool_calls"),
+        names_function=names_function,
+        parallel=parallel and not names_function,
+        repeated=parallel and not names_function and fields.given("parallel_tool_calls"),
     )
 
 
@@ -90,8 +90,10 @@ def _named(fields: JsonFields, names: list[str]) -> tuple[str, list[str], bool]:
         tools = given.objects("tools", MOST_TOOLS)
         if not tools:
             raise given.wrong("tools", "a list of at least one tool")
-        places = [JsonFields(each, f"{given.name('tools')}[{n}]") for n, each in enumerate(tools)]
-        return mode, [_known(place, names) for place in places], False
+        tool_fields = [
+            JsonFields(each, f"{given.name('tools')}[{n}]") for n, each in enumerate(tools)
+        ]
+        return mode, [_known(place, names) for place in tool_fields], False
     return "required", [_known(choice, names)], True
 
 

@@ -18,19 +18,19 @@ class AccessLog:
     """ASGI middleware that logs each request at its end, and sets the `x-request-id` header.
 
     Args:
-        written: Whether to log. The header is set in any case.
+        enabled: Whether to log. The header is set in any case.
     """
 
-    def __init__(self, app: ASGIApp, *, written: bool):
-        self._app, self._written = app, written
+    def __init__(self, app: ASGIApp, *, enabled: bool):
+        self._app, self._enabled = app, enabled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began, status = time.perf_counter(), 0
         id = _id(Headers(scope=scope).get("x-request-id", ""))
-        more: dict[str, Any] = {}
-        scope.setdefault("state", {})["log"] = more
+        log_fields: dict[str, Any] = {}
+        scope.setdefault("state", {})["log"] = log_fields
 
         async def noted(message: Message) -> None:
             nonlocal status
@@ -42,16 +42,16 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            if self._written:
+            if self._enabled:
                 line = {
                     "time": round(time.time(), 3),
                     "client": (scope.get("client") or ("",))[0],
                     "method": scope["method"],
                     "path": scope["path"],
-                    "status": LEFT if more.pop("left", False) else status,
+                    "status": LEFT if log_fields.pop("left", False) else status,
                     "ms": round(1e3 * (time.perf_counter() - began), 1),
                     "id": id,
-                    **more,
+                    **log_fields,
                 }
                 LOG.info(orjson.dumps(line, default=str).decode())
 

@@ -29,19 +29,22 @@ class JsonFields(OptionalFields):
         """Returns a field that must be one of `choices`; None if it is missing."""
         return self.optional(field, OneOf(tuple(choices)), f"one of {', '.join(choices)}")
 
-    def texts(self, field: str, most: int, characters: int) -> tuple[str, ...]:
-        """Returns a field that is a string or a list of at most `most` strings, none empty."""
+    def texts(self, field: str, max_items: int, max_characters: int) -> tuple[str, ...]:
+        """Returns a field that is a string or a list of at most `max_items` strings, none empty."""
         wanted = (
-            f"a string of 1 to {characters} characters, or a list of at most {most} such strings"
+            f"a string of 1 to {max_characters} characters, or a list of at most {max_items} such "
+            "strings"
         )
-        return self.items(field, ListOf(Text(characters, least=1), most, single=True), wanted)
+        return self.items(
+            field, ListOf(Text(max_characters, least=1), max_items, single=True), wanted
+        )
 
-    def integers(self, field: str, most: int, largest: int) -> tuple[int, ...]:
-        """Returns a field that is a list of at most `most` integers from 0 to `largest`."""
-        wanted = f"a list of at most {most:,} integers from 0 to {largest:,}"
-        return self.items(field, ListOf(Integer(0, largest), most), wanted)
+    def integers(self, field: str, max_items: int, max_value: int) -> tuple[int, ...]:
+        """Returns a field that is a list of at most `max_items` integers from 0 to `max_value`."""
+        wanted = f"a list of at most {max_items:,} integers from 0 to {max_value:,}"
+        return self.items(field, ListOf(Integer(0, max_value), max_items), wanted)
 
-    def objects(self, field: str, most: int) -> list[dict[str, Any]]:
-        """Returns a field that is a list of at most `most` objects."""
-        wanted = f"a list of at most {most:,} objects"
-        return list(self.items(field, ListOf(json_object, most), wanted))
+    def objects(self, field: str, max_items: int) -> list[dict[str, Any]]:
+        """Returns a field that is a list of at most `max_items` objects."""
+        wanted = f"a list of at most {max_items:,} objects"
+        return list(self.items(field, ListOf(json_object, max_items), wanted))

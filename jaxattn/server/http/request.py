@@ -37,7 +37,7 @@ class HttpRequest:
     """A request and its response.
 
     Attributes:
-        begun: Whether the response's status has been sent.
+        response_started: Whether the response's status has been sent.
         complete: Whether the response's last byte has been sent.
         log: Additional fields of the request's access log line.
         errors: The error format of the called API.
@@ -46,7 +46,7 @@ class HttpRequest:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: ServerSettings):
         self.request = Request(scope, receive)
-        self.begun = self.complete = False
+        self.response_started = self.complete = False
         self.errors = self.stream_errors = error_form(scope["path"])
         self.log: dict[str, Any] = scope.setdefault("state", {}).setdefault("log", {})
         self._receive, self._send, self._settings = receive, send, settings
@@ -73,16 +73,16 @@ class HttpRequest:
         return str(self.request.path_params[name])
 
     async def _body(self) -> bytes:
-        most, data = self._settings.max_body_bytes, bytearray()
+        max_bytes, data = self._settings.max_body_bytes, bytearray()
         length = self.request.headers.get("content-length", "0")
-        large = ApiError(413, f"the body is larger than {most:,} bytes", code="body_too_large")
-        if not length.isdecimal() or int(length) > most:
+        large = ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
+        if not length.isdecimal() or int(length) > max_bytes:
             raise large
         try:
             async with asyncio.timeout(self._settings.body_seconds):
                 async for piece in self.request.stream():
                     data += piece
-                    if len(data) > most:
+                    if len(data) > max_bytes:
                         raise large
         except TimeoutError:
             seconds = self._settings.body_seconds
@@ -121,14 +121,14 @@ class HttpRequest:
 
     async def whole(self, data: bytes, status: int, headers: Mapping[str, str]) -> None:
         await self._begin(status, {**headers, "content-length": str(len(data))})
-        await self._write(data, more=False)
+        await self._write(data, more_body=False)
 
     async def refuse(self, error: ApiError) -> None:
         """Sends an error as the response, or as the last event of a stream that has begun."""
-        if not self.begun:
+        if not self.response_started:
             await self.json(self.errors.body(error), error.status, error.headers)
         elif not self.complete:
-            await self.stream(self.stream_errors.stream_end(error), more=False)
+            await self.stream(self.stream_errors.stream_end(error), more_body=False)
 
     def chunks(self) -> ChunkWriter | None:
         """Returns the direct writer to a stream that has begun; None if the connection has none.
@@ -140,27 +140,27 @@ class HttpRequest:
     async def begin_events(self) -> None:
         await self._begin(200, EVENTS)
 
-    async def stream(self, data: bytes, *, more: bool = True) -> None:
+    async def stream(self, data: bytes, *, more_body: bool = True) -> None:
         """Sends the bytes of events in one write. Sends nothing if `data` is empty, except at the
         end of the stream."""
-        if data or not more:
-            await self._write(data, more=more)
+        if data or not more_body:
+            await self._write(data, more_body=more_body)
 
     async def _begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.begun = True
+        self.response_started = True
         pairs = [
             (name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()
         ]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
-    async def _write(self, data: bytes, *, more: bool = True) -> None:
-        message = {"type": "http.response.body", "body": data, "more_body": more}
+    async def _write(self, data: bytes, *, more_body: bool = True) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": more_body}
         try:
             async with asyncio.timeout(self._settings.write_seconds):
                 await self._send(message)
         except (TimeoutError, OSError):
             raise ClientClosed from None
-        self.complete = not more
+        self.complete = not more_body
 
 
 Handler = Callable[[HttpRequest], Awaitable[None]]
@@ -170,13 +170,13 @@ class Endpoint:
     """An ASGI application that runs one handler, sends its errors, and ignores disconnects.
 
     Args:
-        refused: Called with the status of each error response.
+        on_rejected: Called with the status of each error response.
     """
 
     def __init__(
-        self, handler: Handler, settings: ServerSettings, refused: Callable[[int], None]
+        self, handler: Handler, settings: ServerSettings, on_rejected: Callable[[int], None]
     ) -> None:
-        self._handler, self._settings, self._refused = handler, settings, refused
+        self._handler, self._settings, self._on_rejected = handler, settings, on_rejected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpRequest(scope, receive, send, self._settings)
@@ -185,13 +185,13 @@ class Endpoint:
                 await self._handler(exchange)
             except ApiError as error:
                 exchange.log["error"] = error.code or error.param
-                self._refused(error.status)
+                self._on_rejected(error.status)
                 await exchange.refuse(error)
             except ClientClosed:
                 exchange.log["left"] = True
             except Exception:  # a bug: the client gets no details, and other requests go on
                 LOG.exception("an unexpected error ended a request")
-                self._refused(500)
+                self._on_rejected(500)
                 await exchange.refuse(
                     ApiError(500, "internal server error; the server's log has the details")
                 )

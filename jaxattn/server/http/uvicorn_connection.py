@@ -52,7 +52,7 @@ class HttpConnection(H11Protocol):
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._late: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
 
         self.app = functools.partial(self._with_chunks, self.app)
 
@@ -84,9 +84,9 @@ class HttpConnection(H11Protocol):
     def _await(self) -> None:
         self._cancel()
         if not self.transport.is_closing():
-            self._late = self.loop.call_later(self.config.head_seconds, self.transport.close)
+            self._head_timer = self.loop.call_later(self.config.head_seconds, self.transport.close)
 
     def _cancel(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -125,11 +125,11 @@ async def read_chat(service: Service, fields: JsonFields) -> ChatRequest:
     prompt = service.shortened(fields, await encoded(service, fields, choice.tools))
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
     answer = AnswerGrammar(service.vocabulary.special_tokens, service.message_format, prompt_end)
-    rooms = [service.room(prompt, "messages")]
+    max_new_tokens = [service.room(prompt, "messages")]
     return ChatRequest(
         collector=await service.collector(
             [prompt],
-            rooms,
+            max_new_tokens,
             sampling,
             continues=False,
             grammar=read_grammar(fields, answer, choice),
@@ -206,7 +206,7 @@ class ChatResponseBuilder(ResponseBuilder):
         super().__init__(service, prompt_tokens, details)
         self._parser, self._reasoning = parser, reasoning
         self._parsers: dict[int, MessageParser] = {}
-        self._called: set[int] = set()
+        self._choices_with_calls: set[int] = set()
 
     def whole(self, collector: OutputCollector) -> dict[str, Any]:
         """Returns the response. As in vLLM, `prompt_logprobs` is a field next to `choices`."""
@@ -225,7 +225,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return {
             "index": number,
             "message": message,
-            "logprobs": self._logprobs(text.chances),
+            "logprobs": self._logprobs(text.logprobs),
             "finish_reason": _finish(text.finish, bool(parts.calls)),
             "stop_reason": text.stop,
         }
@@ -242,7 +242,7 @@ class ChatResponseBuilder(ResponseBuilder):
             delta = {"role": "assistant", "content": ""}
         parser = self._parsers[number]
         events = parser.feed(piece.text)
-        if not begins and piece.finish is None and self._most is None:
+        if not begins and piece.finish is None and self._num_logprobs is None:
             match events:
                 case [ContentDelta(text)]:
                     return text
@@ -255,7 +255,7 @@ class ChatResponseBuilder(ResponseBuilder):
                 case ReasoningDelta() if self._reasoning:
                     delta |= _reasoning_fields(delta.get("reasoning", "") + event.text)
                 case ToolCall():
-                    self._called.add(number)
+                    self._choices_with_calls.add(number)
                     calls = delta.setdefault("tool_calls", [])
                     calls.append({"index": event.index, **event.json})
         if not (delta or piece.finish or self.needs_chunk(piece)):
@@ -263,12 +263,12 @@ class ChatResponseBuilder(ResponseBuilder):
         return {
             "index": number,
             "delta": delta,
-            "logprobs": self._logprobs(piece.chances),
-            "finish_reason": _finish(piece.finish, number in self._called),
+            "logprobs": self._logprobs(piece.logprobs),
+            "finish_reason": _finish(piece.finish, number in self._choices_with_calls),
         }
 
-    def _logprobs(self, chances: Sequence[Chance]) -> dict[str, Any] | None:
-        return None if self._most is None else chat_logprobs(chances, self._spell)
+    def _logprobs(self, token_logprobs: Sequence[Chance]) -> dict[str, Any] | None:
+        return None if self._num_logprobs is None else chat_logprobs(token_logprobs, self._spell)
 
 
 def _reasoning_fields(text: str) -> dict[str, str]:
@@ -276,5 +276,5 @@ def _reasoning_fields(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _finish(finish: str | None, called: bool) -> str | None:
-    return "tool_calls" if called and finish == "stop" else finish
+def _finish(finish: str | None, has_tool_calls: bool) -> str | None:
+    return "tool_calls" if has_tool_calls and finish == "stop" else finish

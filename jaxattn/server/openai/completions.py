@@ -42,36 +42,40 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         refuse_unsupported(fields)
         grammar = read_grammar(fields, AnswerGrammar(service.vocabulary.special_tokens))
         logprobs = fields.integer("logprobs", 0, MOST_LOGPROBS)
-        of_prompt, echo = read_prompt_logprobs(fields), fields.flag("echo")
-        most = fields.integer("max_tokens", 0, MOST_ID)
-        most = MAX_TOKENS if most is None else most
-        asked = [of_prompt, logprobs if echo else None]
+        num_prompt_logprobs, echo = read_prompt_logprobs(fields), fields.flag("echo")
+        max_tokens = fields.integer("max_tokens", 0, MOST_ID)
+        max_tokens = MAX_TOKENS if max_tokens is None else max_tokens
+        logprob_counts = [num_prompt_logprobs, logprobs if echo else None]
         served = service.served
         sampling = read_sampling(
             fields,
             served.defaults,
-            most,
+            max_tokens,
             logprobs,
-            prompt_logprobs=max((each for each in asked if each is not None), default=None),
+            prompt_logprobs=max(
+                (each for each in logprob_counts if each is not None), default=None
+            ),
             vocab_size=served.vocab_size,
         )
         if (fields.integer("best_of", 1, MOST_ID) or sampling.choices) != sampling.choices:
             raise bad("best_of", "best_of must be equal to n; leave it out")
         streaming = read_streaming(fields)
-        given = read_prompts(fields, "prompt", MOST_CHOICES)
-        if len(given) * sampling.choices > MOST_CHOICES:
+        request_prompts = read_prompts(fields, "prompt", MOST_CHOICES)
+        if len(request_prompts) * sampling.choices > MOST_CHOICES:
             raise bad(
                 "prompt",
-                f"{len(given)} prompts with n={sampling.choices} need more than {MOST_CHOICES} "
-                "completions; send them in several requests",
+                f"{len(request_prompts)} prompts with n={sampling.choices} need more than "
+                f"{MOST_CHOICES} completions; send them in several requests",
             )
-        prompts = await encoded_prompts(service, given, "prompt")
+        prompts = await encoded_prompts(service, request_prompts, "prompt")
         prompts = [service.shortened(fields, prompt) for prompt in prompts]
-        rooms = [service.room(prompt, "prompt", least=min(most, 1)) for prompt in prompts]
+        max_new_tokens = [
+            service.room(prompt, "prompt", min_new_tokens=min(max_tokens, 1)) for prompt in prompts
+        ]
         echoes = [Echo()] * len(prompts)
         if echo:
             truncated = fields.values.get("truncate_prompt_tokens") is not None
-            texts = [list(prompt) for prompt in prompts] if truncated else given
+            texts = [list(prompt) for prompt in prompts] if truncated else request_prompts
             echoes = await service.in_thread(
                 lambda: [_echo(service, *each) for each in zip(texts, prompts, strict=True)]
             )
@@ -80,7 +84,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             exchange=exchange,
             ticket=ticket,
             collector=await service.collector(
-                prompts, rooms, sampling, continues=True, grammar=grammar
+                prompts, max_new_tokens, sampling, continues=True, grammar=grammar
             ),
             form=CompletionResponseBuilder(
                 service,
@@ -89,7 +93,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
                     streaming=streaming,
                     token_ids=fields.flag("return_token_ids"),
                     logprobs=logprobs,
-                    prompt_logprobs=of_prompt,
+                    prompt_logprobs=num_prompt_logprobs,
                 ),
                 [echo for echo in echoes for _ in range(sampling.choices)],
             ),
@@ -98,8 +102,8 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         ).give()
 
 
-def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | list[int]]:
-    """Reads a field that is a string, a list of tokens, or a list of at most `most` of either."""
+def read_prompts(fields: JsonFields, name: str, max_prompts: int) -> Sequence[str | list[int]]:
+    """Reads a field that is a string, a list of tokens, or a list of `max_prompts` or fewer."""
     prompt = fields.values.get(name)
     wanted = "a string, a list of strings, a list of token ids or a list of lists of token ids"
     if isinstance(prompt, str):
@@ -108,11 +112,11 @@ def read_prompts(fields: JsonFields, name: str, most: int) -> Sequence[str | lis
         raise fields.wrong(name, wanted)
     if all(map(is_integer, prompt)):
         return [prompt]
-    if len(prompt) > most:
+    if len(prompt) > max_prompts:
         raise bad(
             name,
-            f"{name} has {len(prompt):,} prompts, but at most {most:,} are allowed; send them in "
-            "several requests",
+            f"{name} has {len(prompt):,} prompts, but at most {max_prompts:,} are allowed; send "
+            "them in several requests",
         )
     for each in prompt:
         tokens = isinstance(each, list) and each and all(map(is_integer, each))
@@ -153,11 +157,11 @@ class Echo(NamedTuple):
     offsets: Sequence[int] = ()
 
 
-def _echo(service: Service, given: str | list[int], prompt: Sequence[int]) -> Echo:
+def _echo(service: Service, request_prompt: str | list[int], prompt: Sequence[int]) -> Echo:
     """Returns the echo of a prompt, which is the given text or the decoded tokens."""
-    tokenizer, is_text = service.tokenizer, isinstance(given, str)
-    text = given if isinstance(given, str) else tokenizer.decode(given)
-    return Echo(text, prompt_offsets(tokenizer, prompt, text, given=is_text))
+    tokenizer, is_text = service.tokenizer, isinstance(request_prompt, str)
+    text = request_prompt if isinstance(request_prompt, str) else tokenizer.decode(request_prompt)
+    return Echo(text, prompt_offsets(tokenizer, prompt, text, is_client_text=is_text))
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -188,26 +192,34 @@ class CompletionResponseBuilder(ResponseBuilder):
         return self._choice(number, ChoiceText(text), begins=False)
 
     def choice(self, piece: OutputChunk, *, begins: bool) -> dict[str, Any] | str | None:
-        if piece.text and not begins and piece.finish is None and self._most is None:
+        if piece.text and not begins and piece.finish is None and self._num_logprobs is None:
             return piece.text
         if piece.text or begins or piece.finish or self.needs_chunk(piece):
             return self._choice(piece.choice, piece, begins=begins)
         return None
 
-    def _choice(self, number: int, of: OutputChunk | ChoiceText, *, begins: bool) -> dict[str, Any]:
+    def _choice(
+        self, number: int, output: OutputChunk | ChoiceText, *, begins: bool
+    ) -> dict[str, Any]:
         """Returns a choice's JSON. The first piece of a choice begins with the echo."""
         echo = self._echoes[number]
         return {
             "index": number,
-            "text": echo.text + of.text if begins else of.text,
-            "logprobs": None if self._most is None else self._logprobs(echo, of, self._most),
-            "finish_reason": of.finish,
+            "text": echo.text + output.text if begins else output.text,
+            "logprobs": None
+            if self._num_logprobs is None
+            else self._logprobs(echo, output, self._num_logprobs),
+            "finish_reason": output.finish,
         }
 
-    def _logprobs(self, echo: Echo, of: OutputChunk | ChoiceText, most: int) -> dict[str, Any]:
+    def _logprobs(
+        self, echo: Echo, output: OutputChunk | ChoiceText, num_logprobs: int
+    ) -> dict[str, Any]:
         """Returns the log-probabilities, with offsets from the beginning of the echo."""
-        behind, own = len(echo.text), of.chances
-        chances = [each._replace(offset=behind + each.offset) for each in own]
-        prompt = zip(of.prompt, echo.offsets, strict=False)  # no offsets without an echo
-        before = [each._replace(offset=offset) for each, offset in prompt]
-        return completion_logprobs([*before, *chances], self._spell, most)
+        echo_length, new_logprobs = len(echo.text), output.logprobs
+        shifted_logprobs = [
+            each._replace(offset=echo_length + each.offset) for each in new_logprobs
+        ]
+        prompt = zip(output.prompt, echo.offsets, strict=False)  # no offsets without an echo
+        echo_logprobs = [each._replace(offset=offset) for each, offset in prompt]
+        return completion_logprobs([*echo_logprobs, *shifted_logprobs], self._spell, num_logprobs)

@@ -29,18 +29,18 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
         service.check_model(fields)
         if (size := service.served.hidden_size) is None:
             raise ApiError(400, "this model has no embeddings", code="no_embeddings")
-        own, pooling = service.served.embedding, fields.chosen("pooling", POOLINGS)
-        if pooling is None and own.missing:
+        model_pooling, pooling = service.served.embedding, fields.chosen("pooling", POOLINGS)
+        if pooling is None and model_pooling.missing:
             raise bad(
                 "pooling",
-                f"pooling must be {' or '.join(POOLINGS)} for this model: {own.missing}, which is "
-                "not implemented",
+                f"pooling must be {' or '.join(POOLINGS)} for this model: {model_pooling.missing}, "
+                "which is not implemented",
             )
         form = EmbeddingForm(
             service.settings.names[0],
             dimensions=fields.integer("dimensions", 1, size) or size,
             base64_=fields.chosen("encoding_format", ("float", "base64")) == "base64",
-            normalize=fields.flag("normalize", own.normalize),
+            normalize=fields.flag("normalize", model_pooling.normalize),
         )
         priority = fields.integer("priority", -(2**31), MOST_ID) or 0
         salt = fields.text("cache_salt", MOST_SALT) or ""
@@ -50,17 +50,17 @@ async def embeddings(service: Service, exchange: HttpRequest) -> None:
             for prompt in await encoded_prompts(service, given, "input")
         ]
         for prompt in prompts:
-            service.room(prompt, "input", least=0)
+            service.room(prompt, "input", min_new_tokens=0)
         await ResponseWriter(
             service=service,
             exchange=exchange,
             ticket=ticket,
             collector=service.embeddings(
-                prompts, pooling or own.pooling, priority=priority, salt=salt
+                prompts, pooling or model_pooling.pooling, priority=priority, salt=salt
             ),
             form=form,
             arrived=arrived,
-            places=min(len(prompts), service.limits.batch),
+            num_choices=min(len(prompts), service.limits.batch),
         ).give()
 
 
@@ -78,11 +78,11 @@ class EmbeddingForm(WholeForm):
     def __init__(self, model: str, *, dimensions: int, base64_: bool, normalize: bool):
         self._model, self._dimensions = model, dimensions
         self._base64, self._normalize = base64_, normalize
-        self._found: dict[int, str | orjson.Fragment] = {}
+        self._embeddings: dict[int, str | orjson.Fragment] = {}
 
     def take(self, piece: OutputChunk) -> None:
         if piece.embedding is not None:
-            self._found[piece.choice] = self._written(piece.embedding)
+            self._embeddings[piece.choice] = self._written(piece.embedding)
 
     def whole(self, collector: OutputCollector) -> dict[str, Any]:
         used = collector.prompt_tokens
@@ -90,7 +90,7 @@ class EmbeddingForm(WholeForm):
             "object": "list",
             "data": [
                 {"object": "embedding", "index": index, "embedding": embedding}
-                for index, embedding in sorted(self._found.items())
+                for index, embedding in sorted(self._embeddings.items())
             ],
             "model": self._model,
             "usage": {"prompt_tokens": used, "total_tokens": used},

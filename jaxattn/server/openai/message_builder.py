@@ -60,12 +60,12 @@ class MessageList:
         self.messages.append({"role": "tool", "tool_call_id": id, "content": text})
 
 
-def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
+def text_of(content: object, path: str, kinds: Sequence[str]) -> str:
     """Returns the text of a message's content.
 
     Args:
         content: A string or a list of parts.
-        where: The path of the content, which errors name.
+        path: The path of the content, which errors name.
         kinds: The allowed types of parts.
 
     Raises:
@@ -74,11 +74,11 @@ def text_of(content: object, where: str, kinds: Sequence[str]) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise bad(where, f"{where} must be a string or a list of parts; got {_named(content)}")
-    return "".join(_part(part, f"{where}[{n}]", kinds) for n, part in enumerate(content))
+        raise bad(path, f"{path} must be a string or a list of parts; got {_named(content)}")
+    return "".join(_part(part, f"{path}[{n}]", kinds) for n, part in enumerate(content))
 
 
-def _part(part: object, where: str, kinds: Sequence[str]) -> str:
+def _part(part: object, path: str, kinds: Sequence[str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else _named(part)
@@ -86,8 +86,8 @@ def _part(part: object, where: str, kinds: Sequence[str]) -> str:
     shown = kind if isinstance(kind, str) else _named(kind)
     if kind not in (*kinds,) or not isinstance(text, str):
         raise bad(
-            where,
-            f"{where} has the type {shown[:100]!r}; this text model accepts only parts of the "
+            path,
+            f"{path} has the type {shown[:100]!r}; this text model accepts only parts of the "
             f"types {', '.join(kinds)}, each with a string as its text",
         )
     return text

@@ -27,7 +27,7 @@ class PartsForm(AnswerForm):
         content: The API's name for a part with text.
         parts: The parts so far. The subclass decides whether this includes the open part.
         kind: The kind of the open part, `thoughts` or `content`; None if no part is open.
-        last: The last piece; None until it arrives.
+        last_chunk: The last piece; None until it arrives.
     """
 
     thoughts: str
@@ -37,7 +37,7 @@ class PartsForm(AnswerForm):
         self._prompt_tokens, self._parser = prompt_tokens, parser
         self.parts: Events = []
         self.kind: str | None = None
-        self.last: OutputChunk | None = None
+        self.last_chunk: OutputChunk | None = None
 
     @abc.abstractmethod
     def opened(self, kind: str) -> Events:
@@ -48,11 +48,11 @@ class PartsForm(AnswerForm):
         """Adds text to the open part, and returns the event."""
 
     @abc.abstractmethod
-    def closed(self, kind: str, *, cut: bool) -> Events:
+    def closed(self, kind: str, *, truncated: bool) -> Events:
         """Ends the open part, and returns its events.
 
         Args:
-            cut: Whether the part ends because the answer has reached its maximum length.
+            truncated: Whether the part ends because the answer has reached its maximum length.
         """
 
     @abc.abstractmethod
@@ -60,9 +60,9 @@ class PartsForm(AnswerForm):
         """Adds a complete tool call, and returns its events."""
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         """Whether the answer ended because it reached its maximum length."""
-        return self.last is not None and self.last.finish == "length"
+        return self.last_chunk is not None and self.last_chunk.finish == "length"
 
     def usage(self, collector: OutputCollector) -> TokenUsage:
         """Returns the token counts so far."""
@@ -83,7 +83,7 @@ class PartsForm(AnswerForm):
         found: Events = []
         events = self._parser.feed(piece.text)
         if piece.finish is not None:
-            events, self.last = [*events, *self._parser.finish()], piece
+            events, self.last_chunk = [*events, *self._parser.finish()], piece
         for event in events:
             if isinstance(event, ToolCall):
                 found += self._switched(None) + self.call(event)
@@ -95,12 +95,12 @@ class PartsForm(AnswerForm):
 
     def ended(self, piece: OutputChunk) -> Events:
         """Ends the answer after the text of the last piece, and returns the events."""
-        return self._switched(None, cut=self.cut)
+        return self._switched(None, truncated=self.truncated)
 
-    def _switched(self, kind: str | None, *, cut: bool = False) -> Events:
+    def _switched(self, kind: str | None, *, truncated: bool = False) -> Events:
         """Ends the open part and begins one of another kind. None begins no part."""
         if kind == self.kind:
             return []
         before, self.kind = self.kind, kind
-        found = [] if before is None else self.closed(before, cut=cut)
+        found = [] if before is None else self.closed(before, truncated=truncated)
         return found if kind is None else found + self.opened(kind)

@@ -24,13 +24,13 @@ class ChoiceText:
     text: str = ""
     finish: str | None = None
     stop: str | int | None = None
-    chances: list[Chance] = dataclasses.field(default_factory=list)
+    logprobs: list[Chance] = dataclasses.field(default_factory=list)
     ids: list[int] = dataclasses.field(default_factory=list)
     prompt: list[Chance] = dataclasses.field(default_factory=list)
 
     def add(self, piece: OutputChunk) -> None:
         self.text += piece.text
-        self.chances += piece.chances
+        self.logprobs += piece.logprobs
         self.ids += piece.ids
         self.prompt += piece.prompt
         if piece.finish is not None:
@@ -97,10 +97,10 @@ class ResponseBuilder(AnswerForm):
 
     def __init__(self, service: Service, prompt_tokens: int, details: AnswerDetails):
         self._prompt_tokens, self._spell = prompt_tokens, service.tokenizer.token_bytes
-        self._most, self._of_prompt = details.logprobs, details.prompt_logprobs
+        self._num_logprobs, self._num_prompt_logprobs = details.logprobs, details.prompt_logprobs
         self._streaming, self._token_ids = details.streaming, details.token_ids
         self._texts: dict[int, ChoiceText] = {}
-        self._begun: set[int] = set()
+        self._started_choices: set[int] = set()
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
@@ -129,9 +129,11 @@ class ResponseBuilder(AnswerForm):
 
     def prompt_field(self, text: ChoiceText) -> dict[str, Any]:
         """Returns the field `prompt_logprobs`, if it was requested."""
-        if self._of_prompt is None:
+        if self._num_prompt_logprobs is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._of_prompt)}
+        return {
+            "prompt_logprobs": prompt_logprobs(text.prompt, self._spell, self._num_prompt_logprobs)
+        }
 
     def take(self, piece: OutputChunk) -> None:
         self._texts.setdefault(piece.choice, ChoiceText()).add(piece)
@@ -148,9 +150,9 @@ class ResponseBuilder(AnswerForm):
         return b"".join([self._event(piece, collector) for piece in pieces])
 
     def _event(self, piece: OutputChunk, collector: OutputCollector) -> bytes:
-        number, more = piece.choice, dict[str, Any]()
-        begins = number not in self._begun
-        self._begun.add(number)
+        number, extra_fields = piece.choice, dict[str, Any]()
+        begins = number not in self._started_choices
+        self._started_choices.add(number)
         choice = self.choice(piece, begins=begins)
         if choice is None:
             return b""
@@ -160,12 +162,12 @@ class ResponseBuilder(AnswerForm):
                 return before + orjson.dumps(choice) + after
             choice = self.text_choice(number, choice)
         if self._streaming.each_usage:
-            more = {"usage": self._usage(collector)}
+            extra_fields = {"usage": self._usage(collector)}
         elif self._streaming.usage:
-            more = {"usage": None}
+            extra_fields = {"usage": None}
         prompt = collector.requests[number].prompt if begins else None
-        told = self._add_token_ids(choice, piece.ids, prompt)
-        return data_events([self._with(self.chunk_object, [told]) | more])
+        choice_fields = self._add_token_ids(choice, piece.ids, prompt)
+        return data_events([self._with(self.chunk_object, [choice_fields]) | extra_fields])
 
     def _frame(self, number: int) -> tuple[bytes, bytes]:
         """Returns the bytes before and after the text in an event that only adds text."""
@@ -186,7 +188,7 @@ class ResponseBuilder(AnswerForm):
 
     def needs_chunk(self, piece: OutputChunk) -> bool:
         """Whether a piece without text still needs a chunk, for log-probabilities or token ids."""
-        return bool(piece.chances or (self._token_ids and piece.ids))
+        return bool(piece.logprobs or (self._token_ids and piece.ids))
 
     def _add_token_ids(
         self, choice: dict[str, Any], ids: Sequence[int], prompt: Sequence[int] | None

@@ -46,8 +46,8 @@ class ResponseWriter:
         form: The response's state; an `AnswerForm` if the answer is streamed.
         arrived: The time of the request's arrival, as `time.perf_counter()`.
         streamed: Whether to stream the answer.
-        places: The number of choices to count in the admission control; None for one per row.
-        begun: The time of the first piece; None before it.
+        num_choices: The number of choices to count in the admission control; None for one per row.
+        first_chunk_time: The time of the first piece; None before it.
     """
 
     service: Service
@@ -57,8 +57,8 @@ class ResponseWriter:
     form: WholeForm
     arrived: float
     streamed: bool = False
-    places: int | None = None
-    begun: float | None = None
+    num_choices: int | None = None
+    first_chunk_time: float | None = None
 
     async def give(self) -> None:
         """Queues the rows, and writes their output until they end or the client disconnects.
@@ -68,7 +68,7 @@ class ResponseWriter:
             ClientClosed: If the client disconnected.
         """
         collector = self.collector
-        places = len(collector.requests) if self.places is None else self.places
+        places = len(collector.requests) if self.num_choices is None else self.num_choices
         self.ticket.grow(places, collector.prompt_tokens)
         work = self._stream() if self.streamed else self._whole()
         try:
@@ -91,40 +91,47 @@ class ResponseWriter:
         pieces, form = await self._pieces(), self.form
         assert isinstance(form, AnswerForm)
         await self.exchange.begin_events()
-        begin, told = form.begin(), 0
+        begin, num_sent_tokens = form.begin(), 0
         chunks = self.exchange.chunks()
         sink = None if chunks is None else StreamSink(form, self.collector, chunks)
         while True:
             data = begin + form.stream(pieces, self.collector)
             if self.collector.done:
                 break
-            idle = not pieces and self.collector.tokens == told
+            idle = not pieces and self.collector.tokens == num_sent_tokens
             await self.exchange.stream(data or (PING if idle else b""))
-            told = self.collector.tokens
+            num_sent_tokens = self.collector.tokens
             begin, pieces = b"", await self._pieces(sink)
-        await self.exchange.stream(data + form.end(self.collector), more=False)
+        await self.exchange.stream(data + form.end(self.collector), more_body=False)
 
     async def _pieces(self, sink: StreamSink | None = None) -> list[OutputChunk]:
         """Returns the next pieces; none if it is time for a keep-alive comment."""
         limit, waits = self._limit(), self.service.settings.ping_seconds
-        left = self.arrived + limit - time.perf_counter()
-        pieces = await self.collector.pieces(min(waits, left), sink) if left > 0 else []
-        if not pieces and not self.collector.done and left <= waits:
+        remaining_seconds = self.arrived + limit - time.perf_counter()
+        pieces = (
+            await self.collector.pieces(min(waits, remaining_seconds), sink)
+            if remaining_seconds > 0
+            else []
+        )
+        if not pieces and not self.collector.done and remaining_seconds <= waits:
             raise ApiError(504, f"the answer took longer than {limit:g} s", code="timeout")
-        if pieces and self.begun is None:
-            self.begun = time.perf_counter()
+        if pieces and self.first_chunk_time is None:
+            self.first_chunk_time = time.perf_counter()
             self.ticket.begun()
         return pieces
 
     def _limit(self) -> float:
         """Returns the time limit in seconds from the request's arrival."""
         settings = self.service.settings
-        limits = [settings.request_seconds, settings.queue_seconds if self.begun is None else None]
+        limits = [
+            settings.request_seconds,
+            settings.queue_seconds if self.first_chunk_time is None else None,
+        ]
         return min((limit for limit in limits if limit is not None), default=math.inf)
 
     def _log(self) -> None:
         log = self.exchange.log
         log |= {"prompt_tokens": self.collector.prompt_tokens, "tokens": self.collector.tokens}
         log |= {"choices": len(self.collector.requests)}
-        if self.begun is not None:
-            log["first_token_ms"] = round(1e3 * (self.begun - self.arrived), 1)
+        if self.first_chunk_time is not None:
+            log["first_token_ms"] = round(1e3 * (self.first_chunk_time - self.arrived), 1)

@@ -34,11 +34,11 @@ class AdmissionToken:
             ApiError: 429 if they exceed the limits together with the other open requests, 400 if
                 the choices exceed the limit by themselves.
         """
-        if choices > self.admission.most:
+        if choices > self.admission.max_choices:
             raise bad(
                 "n",
-                f"the request needs {choices:,} completions, but at most {self.admission.most:,} "
-                "can run and wait; ask for fewer",
+                f"the request needs {choices:,} completions, but at most "
+                f"{self.admission.max_choices:,} can run and wait; ask for fewer",
             )
         self.admission.check(choices - self.choices, tokens)
         self.choices, self.tokens = choices, tokens
@@ -53,21 +53,22 @@ class AdmissionControl:
 
     Args:
         rows: The number of rows of the engine's batch.
-        most_waiting: The maximum number of choices without a row.
-        most_tokens: The maximum number of prompt tokens that wait; None for no limit.
+        max_waiting: The maximum number of choices without a row.
+        max_waiting_tokens: The maximum number of prompt tokens that wait; None for no limit.
 
     Attributes:
-        most: The maximum number of open choices.
+        max_choices: The maximum number of open choices.
     """
 
-    def __init__(self, rows: int, most_waiting: int, most_tokens: int | None):
-        self.most, self._rows, self._most_tokens = rows + most_waiting, rows, most_tokens
+    def __init__(self, rows: int, max_waiting: int, max_waiting_tokens: int | None):
+        self.max_choices, self._rows = rows + max_waiting, rows
+        self._max_waiting_tokens = max_waiting_tokens
         self._tickets: set[AdmissionToken] = set()
         self._mean_seconds = 1.0
 
     def set_rows(self, rows: int) -> None:
         """Sets the number of rows, once the engine has chosen it."""
-        self.most += rows - self._rows
+        self.max_choices += rows - self._rows
         self._rows = rows
 
     @property
@@ -100,15 +101,18 @@ class AdmissionControl:
 
     def check(self, choices: int, tokens: int) -> None:
         """Raises ApiError 429 if so many more choices or prompt tokens would exceed a limit."""
-        if self.choices + choices > self.most:
+        if self.choices + choices > self.max_choices:
             raise self._full(
-                f"the queue is full: {self.choices:,} of {self.most:,} completions are running or "
-                "waiting"
+                f"the queue is full: {self.choices:,} of {self.max_choices:,} completions are "
+                "running or waiting"
             )
-        if self._most_tokens is not None and self.waiting_tokens + tokens > self._most_tokens:
+        if (
+            self._max_waiting_tokens is not None
+            and self.waiting_tokens + tokens > self._max_waiting_tokens
+        ):
             raise self._full(
                 f"{self.waiting_tokens:,} prompt tokens are waiting, and {tokens:,} more would "
-                f"exceed the limit of {self._most_tokens:,}"
+                f"exceed the limit of {self._max_waiting_tokens:,}"
             )
 
     def answered(self, seconds: float) -> None:

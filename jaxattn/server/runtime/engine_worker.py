@@ -102,7 +102,7 @@ class EngineSnapshot:
         rows: The number of running requests.
         pages, slots: The numbers of pages and slots in use.
         preemptions: The number of preempted rows.
-        prefix_asked: The prompt tokens that were looked up in the prefix cache.
+        prefix_queries: The prompt tokens that were looked up in the prefix cache.
         prefix_hits: The prompt tokens that the prefix cache had, so that no prefill was needed.
         states_missed: The prompt tokens whose pages were cached, but not the recurrent state.
         drafted: The number of draft tokens.
@@ -115,7 +115,7 @@ class EngineSnapshot:
     pages: int = 0
     slots: int = 0
     preemptions: int = 0
-    prefix_asked: int = 0
+    prefix_queries: int = 0
     prefix_hits: int = 0
     states_missed: int = 0
     drafted: int = 0
@@ -131,13 +131,13 @@ class StepReport:
     Attributes:
         events: The events of all rows.
         snapshot: The engine's counts after the step.
-        now: The time of the step's end, as `time.perf_counter()`.
+        end_time: The time of the step's end, as `time.perf_counter()`.
         seconds: The step's duration.
     """
 
     events: Sequence[Event]
     snapshot: EngineSnapshot
-    now: float
+    end_time: float
     seconds: float
 
 
@@ -159,7 +159,7 @@ class EngineWorker:
     """The owner of the device thread and its engine. The thread calls all callbacks.
 
     Args:
-        make: Creates and starts the engine, which takes seconds to minutes.
+        make_engine: Creates and starts the engine, which takes seconds to minutes.
         on_ready: Called when the engine runs.
         on_report: Called with the outputs of each step.
         on_end: Called at the thread's end, with its error or None.
@@ -170,14 +170,14 @@ class EngineWorker:
 
     def __init__(
         self,
-        make: Callable[[], EngineProtocol],
+        make_engine: Callable[[], EngineProtocol],
         *,
         on_ready: Callable[[], None],
         on_report: Callable[[StepReport], None],
         on_end: Callable[[BaseException | None], None],
     ):
         self.engine: EngineProtocol | None = None
-        self._make, self._on_ready = make, on_ready
+        self._make_engine, self._on_ready = make_engine, on_ready
         self._on_report, self._on_end = on_report, on_end
         self._commands: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
         self._step_began: float | None = None
@@ -211,7 +211,7 @@ class EngineWorker:
     def _run(self) -> None:
         ended: BaseException | None = None
         try:
-            engine = self._make()
+            engine = self._make_engine()
             self.engine = engine
             self._on_ready()
             with contextlib.closing(engine):
@@ -223,12 +223,12 @@ class EngineWorker:
     def _serve(self, engine: EngineProtocol) -> None:
         failures = 0
         while True:
-            refused = self._take(engine)
-            if refused is None:
+            rejected_events = self._take(engine)
+            if rejected_events is None:
                 return
-            if refused:
+            if rejected_events:
                 now = time.perf_counter()
-                self._on_report(StepReport(refused, _snapshot(engine), now, 0.0))
+                self._on_report(StepReport(rejected_events, _snapshot(engine), now, 0.0))
             if not engine.busy:
                 continue
             try:
@@ -255,13 +255,13 @@ class EngineWorker:
         Returns:
             The finish events of requests that the engine refused, or None after `stop`.
         """
-        refused: list[Event] = []
+        rejected_events: list[Event] = []
         wait = not engine.busy
         while True:
             try:
                 command = self._commands.get(block=wait)
             except queue.Empty:
-                return refused
+                return rejected_events
             wait = False
             match command:
                 case _Stop():
@@ -275,7 +275,7 @@ class EngineWorker:
                             engine.add(request)
                         except (TypeError, ValueError) as error:
                             done = Completion(request, (), FinishReason.REFUSED, str(error))
-                            refused.append(FinishEvent(done))
+                            rejected_events.append(FinishEvent(done))
 
 
 def _snapshot(engine: EngineProtocol) -> EngineSnapshot:
@@ -285,7 +285,7 @@ def _snapshot(engine: EngineProtocol) -> EngineSnapshot:
         pages=scheduler.pages.in_use,
         slots=scheduler.slots.in_use,
         preemptions=scheduler.preemptions,
-        prefix_asked=prefixes.asked,
+        prefix_queries=prefixes.asked,
         prefix_hits=prefixes.hits,
         states_missed=prefixes.states_missed,
         drafted=engine.stats.drafted_tokens,

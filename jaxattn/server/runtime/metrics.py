@@ -46,14 +46,15 @@ class RequestTimestamps:
     """The times of one request's arrival, first token and latest token.
 
     Attributes:
-        arrived, first, last: `time.perf_counter()` at these events; None before the first token.
+        arrived, first_token, last_token: `time.perf_counter()` at these events; None before the
+            first token.
         prompt: The number of prompt tokens.
     """
 
     arrived: float
     prompt: int
-    first: float | None = None
-    last: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
 
 
 @dataclasses.dataclass
@@ -90,7 +91,7 @@ class ServerMetrics:
             "vllm:prompt_tokens", "Number of prompt tokens processed."
         )
         self._generated = self._counter("vllm:generation_tokens", "Number of tokens generated.")
-        self._left = self._counter(
+        self._disconnected = self._counter(
             "jaxattn:requests_left",
             "Number of requests whose client disconnected before the answer was complete.",
         )
@@ -100,25 +101,25 @@ class ServerMetrics:
             ("model_name", "finished_reason"),
             registry=self.registry,
         )
-        self._refused = Counter(
+        self._rejected = Counter(
             "jaxattn:requests_refused",
             "Number of rejected requests, by HTTP status.",
             ("model_name", "status"),
             registry=self.registry,
         )
-        self._first = self._histogram(
+        self._time_to_first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "Seconds from arrival to the first token.",
             FIRST_TOKEN,
         )
-        self._between = WeightedHistogram(
+        self._inter_token_latency = WeightedHistogram(
             "vllm:inter_token_latency_seconds",
             "Seconds between two tokens of a row.",
             model,
             BETWEEN_TOKENS,
         )
-        self.registry.register(self._between)
-        self._whole = self._histogram(
+        self.registry.register(self._inter_token_latency)
+        self._e2e_latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Seconds from arrival to the last token.", WHOLE
         )
         self._queue = self._histogram(
@@ -140,7 +141,7 @@ class ServerMetrics:
         self._request_generated = self._histogram(
             "vllm:request_generation_tokens", "Number of tokens generated for a request.", TOKENS
         )
-        self._most = self._histogram(
+        self._max_tokens = self._histogram(
             "vllm:request_params_max_tokens", "The max_tokens of a request.", TOKENS
         )
         self._n = self._histogram("vllm:request_params_n", "The n of a request.", CHOICES)
@@ -151,11 +152,15 @@ class ServerMetrics:
             "jaxattn:step_seconds", "Seconds of one step of the engine.", BETWEEN_TOKENS
         )
 
-    def _counter(self, name: str, said: str) -> Counter:
-        return Counter(name, said, ("model_name",), registry=self.registry).labels(self.model)
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(name, documentation, ("model_name",), registry=self.registry).labels(
+            self.model
+        )
 
-    def _histogram(self, name: str, said: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(name, said, ("model_name",), buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(
+            name, documentation, ("model_name",), buckets=buckets, registry=self.registry
+        )
         return made.labels(self.model)
 
     @property
@@ -175,17 +180,19 @@ class ServerMetrics:
     def plan(self) -> MemoryPlan | None:
         return self._plan
 
-    def asked(self, ids: Sequence[int], prompts: Sequence[int], most: int, arrived: float) -> None:
+    def asked(
+        self, ids: Sequence[int], prompts: Sequence[int], max_tokens: int, arrived: float
+    ) -> None:
         """Records an HTTP request that was queued.
 
         Args:
             ids: The ids of its engine requests, one per choice.
             prompts: The number of prompt tokens of each.
-            most: The largest `max_tokens` of them.
+            max_tokens: The largest `max_tokens` of them.
             arrived: The time of arrival, as `time.perf_counter()`.
         """
         self._n.observe(len(ids))
-        self._most.observe(most)
+        self._max_tokens.observe(max_tokens)
         for id, prompt in zip(ids, prompts, strict=True):
             self._rows[id] = RequestTimestamps(arrived, prompt)
 
@@ -200,17 +207,17 @@ class ServerMetrics:
     def tokens(self, id: int, count: int, now: float) -> None:
         """Records `count` new tokens of a row. The time since its last token is divided equally."""
         times = self._rows[id]
-        if times.first is None or times.last is None:
-            times.first = now
-            self._first.observe(now - times.arrived)
+        if times.first_token is None or times.last_token is None:
+            times.first_token = now
+            self._time_to_first_token.observe(now - times.arrived)
             self._read(times.prompt)
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += now - times.arrived
         else:
-            self._between.observe((now - times.last) / count, count)
+            self._inter_token_latency.observe((now - times.last_token) / count, count)
             self.totals.later_tokens += count
-            self.totals.later_token_seconds += now - times.last
-        times.last = now
+            self.totals.later_token_seconds += now - times.last_token
+        times.last_token = now
 
     def _read(self, prompt: int) -> None:
         """Counts the tokens of a processed prompt."""
@@ -223,24 +230,24 @@ class ServerMetrics:
         times = self._rows.pop(completion.request.id)
         reason = REASONS.get(completion.finish_reason, "error")
         self._success.labels(self.model, reason).inc()
-        self._whole.observe(now - times.arrived)
+        self._e2e_latency.observe(now - times.arrived)
         if (queued := completion.seconds_queued) is not None:
             self._queue.observe(queued)
             if (first := completion.seconds_to_first_token) is not None:
                 self._prefill.observe(first - queued)
         self._request_prompt.observe(times.prompt)
         self._request_generated.observe(len(completion.tokens))
-        if times.first is None and completion.finish_reason is FinishReason.LENGTH:
+        if times.first_token is None and completion.finish_reason is FinishReason.LENGTH:
             self._read(times.prompt)  # for an embedding, or only for log-probabilities
-        if times.first is not None and times.last is not None:
-            self._decode.observe(times.last - times.first)
+        if times.first_token is not None and times.last_token is not None:
+            self._decode.observe(times.last_token - times.first_token)
 
     def refused(self, status: int) -> None:
-        self._refused.labels(self.model, str(status)).inc()
+        self._rejected.labels(self.model, str(status)).inc()
 
     def left(self) -> None:
         """Counts a client that disconnected before its answer's end."""
-        self._left.inc()
+        self._disconnected.inc()
 
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
@@ -257,8 +264,8 @@ class _Gauges(Collector):
         metrics, labels = self._metrics, ["model_name"]
         snapshot, limits, plan = metrics.snapshot, metrics.limits, metrics.plan
 
-        def gauge(name: str, said: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, said, labels=labels)
+        def gauge(name: str, documentation: str, value: float) -> Metric:
+            family = GaugeMetricFamily(name, documentation, labels=labels)
             family.add_metric([metrics.model], value)
             return family
 
@@ -282,7 +289,7 @@ class _Gauges(Collector):
             (
                 "vllm:prefix_cache_queries",
                 "Number of prompt tokens looked up in the prefix cache.",
-                snapshot.prefix_asked,
+                snapshot.prefix_queries,
             ),
             (
                 "vllm:prefix_cache_hits",

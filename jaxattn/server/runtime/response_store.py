@@ -35,25 +35,25 @@ class ResponseStore:
     """An LRU cache of responses.
 
     Args:
-        most: The maximum number of responses.
-        most_bytes: The maximum total size.
+        max_responses: The maximum number of responses.
+        max_bytes: The maximum total size.
     """
 
-    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
-        self._most, self._most_bytes, self._bytes = most, most_bytes, 0
-        self._found: collections.OrderedDict[str, StoredResponse] = collections.OrderedDict()
-        self._of_item: dict[str, str] = {}
+    def __init__(self, max_responses: int = MOST_RESPONSES, max_bytes: int = MOST_BYTES):
+        self._max_responses, self._max_bytes, self._bytes = max_responses, max_bytes, 0
+        self._responses: collections.OrderedDict[str, StoredResponse] = collections.OrderedDict()
+        self._response_ids: dict[str, str] = {}
 
     def put(self, response: dict[str, Any], items: list[Any]) -> None:
-        """Stores a response and the items that it answered, unless it exceeds `most_bytes`."""
+        """Stores a response and the items that it answered, unless it exceeds `max_bytes`."""
         output = response["output"]
         ids = tuple(item["id"] for item in output)
         stored = StoredResponse(orjson.dumps(response), orjson.dumps([*items, *output]), ids)
-        self._found[response["id"]] = stored
-        self._of_item |= dict.fromkeys(ids, response["id"])
+        self._responses[response["id"]] = stored
+        self._response_ids |= dict.fromkeys(ids, response["id"])
         self._bytes += stored.size
-        while self._bytes > self._most_bytes or len(self._found) > self._most:
-            self.remove(next(iter(self._found)), "response_id")
+        while self._bytes > self._max_bytes or len(self._responses) > self._max_responses:
+            self.remove(next(iter(self._responses)), "response_id")
 
     def items(self, id: str, param: str) -> list[Any]:
         """Returns the items of a conversation up to a response, including its output.
@@ -76,7 +76,7 @@ class ResponseStore:
 
     def item(self, id: str) -> dict[str, Any] | None:
         """Returns an output item of a stored response; None if no response has it."""
-        of = self._of_item.get(id)
+        of = self._response_ids.get(id)
         found = self.response(of)["output"] if of is not None else []
         return next((item for item in found if item["id"] == id), None)
 
@@ -87,21 +87,21 @@ class ResponseStore:
             ApiError: 404 if it is not stored.
         """
         stored = self._get(id, param)
-        del self._found[id]
+        del self._responses[id]
         self._bytes -= stored.size
         for item in stored.output:
-            del self._of_item[item]
+            del self._response_ids[item]
 
     def _get(self, id: str, param: str) -> StoredResponse:
-        stored = self._found.get(id)
+        stored = self._responses.get(id)
         if stored is None:
             raise ApiError(
                 404,
                 f"{param} {id[:100]!r} is not stored: the server keeps at most the last "
-                f"{self._most:,} responses and {self._most_bytes >> 20} MiB in memory, and none "
-                "with store: false; send the whole conversation as input",
+                f"{self._max_responses:,} responses and {self._max_bytes >> 20} MiB in memory, and "
+                "none with store: false; send the whole conversation as input",
                 param=param,
                 code="previous_response_not_found",
             )
-        self._found.move_to_end(id)
+        self._responses.move_to_end(id)
         return stored

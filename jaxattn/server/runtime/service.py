@@ -45,26 +45,26 @@ class ServedModel:
     """The model that a service runs, and its defaults.
 
     Attributes:
-        make: Creates and starts the engine. The device thread calls it.
+        make_engine: Creates and starts the engine. The device thread calls it.
         tokenizer: The model's tokenizer.
         limits: The engine's limits. The engine fills in those that are left open when it starts.
         vocab_size: The model's vocabulary size.
         defaults: The sampling parameters of requests that set none.
         hidden_size: The dimension of the model's embeddings; None if it gives no embeddings.
         embedding: The default pooling and normalization of embeddings.
-        longest: The model's own context length, independent of `limits`; None if unknown.
-        progress: Returns the progress of `make`, for the page: JSON objects with the name of a
-            task, the amounts `done` and `of`, and whether these are `bytes`.
+        context_length: The model's own context length, independent of `limits`; None if unknown.
+        progress: Returns the progress of `make_engine`, for the page: JSON objects with the name of
+            a task, the amounts `done` and `of`, and whether these are `bytes`.
     """
 
-    make: Callable[[], EngineProtocol]
+    make_engine: Callable[[], EngineProtocol]
     tokenizer: Tokenizer
     limits: Limits
     vocab_size: int
     defaults: SamplingDefaults
     hidden_size: int | None = None
     embedding: PoolingConfig = PoolingConfig()
-    longest: int | None = None
+    context_length: int | None = None
     progress: Callable[[], Sequence[Mapping[str, Any]]] = tuple
 
 
@@ -103,11 +103,11 @@ class Service:
         self.vocabulary = GrammarVocabulary(served.tokenizer, self.message_format.thoughts)
         self._on_end, self._idle, self._ready = on_end, asyncio.Event(), asyncio.Event()
         self.router = EventRouter(self.metrics, self._from_thread)
-        self._numbers, self._cut = itertools.count(), False
+        self._numbers, self._aborted = itertools.count(), False
         self._loop = asyncio.get_running_loop()
         self._texts = ThreadPoolExecutor(TEXT_THREADS, "text")
         self.worker = EngineWorker(
-            served.make,
+            served.make_engine,
             on_ready=lambda: self._from_thread(self._be_ready),
             on_report=self.router.report,
             on_end=lambda error: self._from_thread(self._ended, error),
@@ -131,12 +131,12 @@ class Service:
         """
         if self.phase is not ServerState.FAILED:
             self.phase = ServerState.DRAINING
-        whole = await self._emptied(seconds)
-        if not whole:
-            self._cut = True
+        completed = await self._emptied(seconds)
+        if not completed:
+            self._aborted = True
             self.worker.abort(list(self.router.collectors))
             await self._emptied(CUT_SECONDS)
-        return whole
+        return completed
 
     async def _emptied(self, seconds: float) -> bool:
         """Waits until no request is open; returns False if that takes longer than `seconds`."""
@@ -215,54 +215,54 @@ class Service:
     def shortened(self, fields: JsonFields, prompt: Sequence[int]) -> Sequence[int]:
         """Returns the last `truncate_prompt_tokens` tokens of a prompt. The value -1 keeps as many
         as fit into a row together with one generated token."""
-        most = fields.integer("truncate_prompt_tokens", -1, MOST_IDS)
-        if most == 0:
+        num_tokens = fields.integer("truncate_prompt_tokens", -1, MOST_IDS)
+        if num_tokens == 0:
             raise fields.wrong("truncate_prompt_tokens", "at least 1, or -1 for the model length")
-        if most == -1:
-            most = self.limits.longest_row - 1
-        return prompt if most is None else prompt[-most:]
+        if num_tokens == -1:
+            num_tokens = self.limits.longest_row - 1
+        return prompt if num_tokens is None else prompt[-num_tokens:]
 
-    def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int:
+    def room(self, prompt: Sequence[int], param: str, min_new_tokens: int = 1) -> int:
         """Returns the maximum number of tokens that can follow a prompt.
 
         Raises:
-            ApiError: 400 if the prompt is empty, if fewer than `least` tokens can follow it, or if
-                a token id is outside of the vocabulary.
+            ApiError: 400 if the prompt is empty, if fewer than `min_new_tokens` tokens can follow
+                it, or if a token id is outside of the vocabulary.
         """
         if not prompt:
             raise bad(param, f"{param} is empty; it needs at least one token")
-        longest = self.limits.longest_row
-        if len(prompt) + least > longest:
-            generated = ", including at least one generated token" if least else ""
+        max_tokens = self.limits.longest_row
+        if len(prompt) + min_new_tokens > max_tokens:
+            generated = ", including at least one generated token" if min_new_tokens else ""
             raise bad(
                 param,
                 f"{param} has {len(prompt):,} tokens, but the model length is "
-                f"{longest:,}{generated}; {self._longer_rows()}",
+                f"{max_tokens:,}{generated}; {self._longer_rows()}",
                 code="context_length_exceeded",
             )
         if min(prompt) < 0 or max(prompt) >= self.served.vocab_size:
             raise bad(param, f"{param} has a token outside of 0 to {self.served.vocab_size - 1:,}")
-        return longest - len(prompt)
+        return max_tokens - len(prompt)
 
     def _longer_rows(self) -> str:
         """Returns the advice for a prompt that is too long: shorten it, or raise which limit."""
         limits = self.limits
         if limits.longest_row < limits.max_model_len:
-            held = limits.pages * limits.page_tokens
+            capacity = limits.pages * limits.page_tokens
             return (
                 "make it shorter, or increase --num-pages or --utilization of the server: its "
-                f"cache has room for {held:,} tokens"
+                f"cache has room for {capacity:,} tokens"
             )
-        own = self.served.longest
-        if own is None or limits.max_model_len < own:
-            most = "" if own is None else f", up to the model's {own:,}"
+        context_length = self.served.context_length
+        if context_length is None or limits.max_model_len < context_length:
+            most = "" if context_length is None else f", up to the model's {context_length:,}"
             return f"make it shorter, or start the server with a larger --max-model-len{most}"
-        return f"make it shorter: the model supports at most {own:,} tokens"
+        return f"make it shorter: the model supports at most {context_length:,} tokens"
 
     async def collector(
         self,
         prompts: Sequence[Sequence[int]],
-        rooms: Sequence[int],
+        max_new_tokens: Sequence[int],
         sampling: SamplingParams,
         *,
         continues: bool,
@@ -272,7 +272,7 @@ class Service:
         """Returns a collector of `sampling.choices` requests per prompt, which are not queued yet.
 
         Args:
-            rooms: For each prompt, the result of `room`.
+            max_new_tokens: For each prompt, the result of `room`.
             continues: Whether the text continues the prompt's text. The answer of a chat does not.
             grammar: The grammar of every row, and the field that asked for it.
             shown: The special tokens that stay in the text.
@@ -291,7 +291,7 @@ class Service:
             rules = await self.in_thread(lambda: sampling.limits.rules(ends, self.tokenizer.encode))
             if rules is not None:
                 grammars = [rules.around(each) for each in grammars]
-        given = iter(grammars)
+        row_grammars = iter(grammars)
 
         def stream() -> TokenStream:
             return self.tokenizer.stream(
@@ -303,12 +303,12 @@ class Service:
                 prompt,
                 choice=choice,
                 id=self._free_id(),
-                most=room,
-                ends=self.tokenizer.stop_tokens,
+                max_new_tokens=room,
+                model_stop_tokens=self.tokenizer.stop_tokens,
                 ends_at=StopText(stream(), sampling.stops) if sampling.stops else None,
-                grammar=next(given),
+                grammar=next(row_grammars),
             )
-            for prompt, room in zip(prompts, rooms, strict=True)
+            for prompt, room in zip(prompts, max_new_tokens, strict=True)
             for choice in range(sampling.choices)
         ]
         return OutputCollector.of(
@@ -349,7 +349,7 @@ class Service:
             ApiError: 503 if the server has aborted its requests to shut down, or the engine has
                 failed.
         """
-        if self._cut or self.phase is ServerState.FAILED:
+        if self._aborted or self.phase is ServerState.FAILED:
             raise unavailable(self.phase)
         requests = collector.requests
         ids = [request.id for request in requests if request.id is not None]

@@ -14,13 +14,14 @@ class WeightedHistogram(Collector):
     """A histogram whose buckets include their upper bounds.
 
     Args:
-        said: The help text.
+        documentation: The help text.
         model: The value of the label `model_name`.
         bounds: The buckets' upper bounds, in ascending order, without infinity.
     """
 
-    def __init__(self, name: str, said: str, model: str, bounds: Sequence[float]):
-        self._name, self._said, self._model, self._bounds = name, said, model, bounds
+    def __init__(self, name: str, documentation: str, model: str, bounds: Sequence[float]):
+        self._name, self._documentation = name, documentation
+        self._model, self._bounds = model, bounds
         self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, count: int) -> None:
@@ -29,7 +30,7 @@ class WeightedHistogram(Collector):
         self._sum += value * count
 
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._said, labels=["model_name"])
+        family = HistogramMetricFamily(self._name, self._documentation, labels=["model_name"])
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = [*zip(bounds, itertools.accumulate(self._counts), strict=True)]
         family.add_metric([self._model], buckets, self._sum)

@@ -85,7 +85,7 @@ def gradient_columns(
     }
 
 
-def relative_l2(found: Any, wanted: Any) -> float:
+def relative_l2(found: Any, reference: Any) -> float:
     """The largest relative L2 error of a gradient."""
 
     @functools.partial(jax.jit)
@@ -93,5 +93,5 @@ def relative_l2(found: Any, wanted: Any) -> float:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)
 
-    leaves = jax.tree.leaves(found), jax.tree.leaves(wanted)
+    leaves = jax.tree.leaves(found), jax.tree.leaves(reference)
     return max(float(error(a, b)) for a, b in zip(*leaves, strict=True))

@@ -71,7 +71,7 @@ class AnswerGrammar:
             schema = {"type": "object", **(function.get("parameters") or {})}
             before, after = (
                 self._literal(text.replace("NAME", _in_json(function["name"])))
-                for text in (frame.before, frame.after)
+                for text in (frame.call_begin, frame.call_end)
             )
             rules += [
                 f"call_{place}: {before} arguments_{place} {after}",
@@ -83,15 +83,15 @@ class AnswerGrammar:
         if choice.repeated and frame.separator is not None:
             more = f"({self._literal(frame.separator)} call)*"
         rules += [f"answer: {begin} call {more} {end}", f"call: {' | '.join(names)}"]
-        return self._answer("\n".join(rules), called=True)
+        return self._answer("\n".join(rules), for_tool_calls=True)
 
-    def _answer(self, rules: str, *, called: bool = False) -> str:
+    def _answer(self, rules: str, *, for_tool_calls: bool = False) -> str:
         """Returns the grammar of the reasoning followed by the rules of `answer`."""
         format_ = self._format
         if format_ is None:
             return f"start: answer\n{rules}\n"
         if isinstance(format_.style, HarmonyFormat):
-            final = "" if called else self._literal(f"{CHANNEL}final{MESSAGE}")
+            final = "" if for_tool_calls else self._literal(f"{CHANNEL}final{MESSAGE}")
             begin = self._literal(f"{CHANNEL}analysis{MESSAGE}")
             thoughts = self._reasoning_rule(f"<|end|>{START}assistant")
             return f"start: {begin} thoughts {final} answer\n{thoughts}\n{rules}\n"

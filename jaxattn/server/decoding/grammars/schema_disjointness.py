@@ -19,24 +19,26 @@ def disjoint(schemas: Sequence[Any], root: Mapping[str, Any]) -> bool:
     return len(pairs) <= MOST_PAIRS and all(_are_disjoint(a, b, root, MOST_DEPTH) for a, b in pairs)
 
 
-def _are_disjoint(first: Any, second: Any, root: Mapping[str, Any], depth: int) -> bool:
-    one, other = _resolved(first, root), _resolved(second, root)
-    if one is None or other is None or not depth:
+def _are_disjoint(schema_a: Any, schema_b: Any, root: Mapping[str, Any], depth: int) -> bool:
+    resolved_a, resolved_b = _resolved(schema_a, root), _resolved(schema_b, root)
+    if resolved_a is None or resolved_b is None or not depth:
         return False
-    kinds, others = declared_types(one, root), declared_types(other, root)
-    for each in (kinds, others):
+    types_a, types_b = declared_types(resolved_a, root), declared_types(resolved_b, root)
+    for each in (types_a, types_b):
         if "number" in each:
             each.add("integer")
-    if not kinds & others:
+    if not types_a & types_b:
         return True
-    values, more = _literals(one), _literals(other)
+    values, more = _literals(resolved_a), _literals(resolved_b)
     if values is not None and more is not None:
         return not any(each in more for each in values)
-    if kinds & others != {"object"}:
+    if types_a & types_b != {"object"}:
         return False
-    shared = set(_names(one)) & set(_names(other))
+    shared = set(_names(resolved_a)) & set(_names(resolved_b))
     return any(
-        _are_disjoint(one["properties"][name], other["properties"][name], root, depth - 1)
+        _are_disjoint(
+            resolved_a["properties"][name], resolved_b["properties"][name], root, depth - 1
+        )
         for name in shared
     )
 

@@ -64,94 +64,101 @@ class _Rewriting:
     def __init__(self, root: Mapping[str, Any]):
         self._root = root
 
-    def schema(self, given: Any, where: str, depth: int) -> Any:
-        if not isinstance(given, dict):
-            return given  # true, false, or a value that llguidance rejects
+    def schema(self, source: Any, path: str, depth: int) -> Any:
+        if not isinstance(source, dict):
+            return source  # true, false, or a value that llguidance rejects
         if not depth:
-            raise _refused(where, f"is nested more than {MOST_DEPTH} schemas deep")
-        made = {key: value for key, value in given.items() if key != "x-guidance"}
+            raise _refused(path, f"is nested more than {MOST_DEPTH} schemas deep")
+        translated = {key: value for key, value in source.items() if key != "x-guidance"}
         for key in ONE:
-            if key in made and not isinstance(made[key], list):
-                made[key] = self.schema(made[key], f"{where}.{key}", depth - 1)
+            if key in translated and not isinstance(translated[key], list):
+                translated[key] = self.schema(translated[key], f"{path}.{key}", depth - 1)
         for key in (*LISTS, "items"):
-            if isinstance(made.get(key), list):
-                made[key] = [
-                    self.schema(each, f"{where}.{key}[{place}]", depth - 1)
-                    for place, each in enumerate(made[key])
+            if isinstance(translated.get(key), list):
+                translated[key] = [
+                    self.schema(each, f"{path}.{key}[{place}]", depth - 1)
+                    for place, each in enumerate(translated[key])
                 ]
         for key in OBJECTS:
-            if isinstance(made.get(key), dict):
-                made[key] = {
-                    name: self.schema(each, f"{where}.{key}.{name}", depth - 1)
-                    for name, each in made[key].items()
+            if isinstance(translated.get(key), dict):
+                translated[key] = {
+                    name: self.schema(each, f"{path}.{key}.{name}", depth - 1)
+                    for name, each in translated[key].items()
                 }
-        self._annotations(made)
-        self._patterns(made)
-        self._numbers(made, where)
-        self._names(made)
-        if isinstance(made.get("oneOf"), list) and disjoint(given["oneOf"], self._root):
-            if "anyOf" in made:
-                made["allOf"] = [*made.get("allOf", ()), {"anyOf": made.pop("oneOf")}]
+        self._annotations(translated)
+        self._patterns(translated)
+        self._numbers(translated, path)
+        self._names(translated)
+        if isinstance(translated.get("oneOf"), list) and disjoint(source["oneOf"], self._root):
+            if "anyOf" in translated:
+                translated["allOf"] = [
+                    *translated.get("allOf", ()),
+                    {"anyOf": translated.pop("oneOf")},
+                ]
             else:
-                made["anyOf"] = made.pop("oneOf")
-        return made
+                translated["anyOf"] = translated.pop("oneOf")
+        return translated
 
-    def _annotations(self, made: dict[str, Any]) -> None:
+    def _annotations(self, translated: dict[str, Any]) -> None:
         """Drops keywords that restrict nothing, such as an unknown format."""
-        if made.get("format") not in FORMATS:
-            made.pop("format", None)
-        if made.get("uniqueItems") is False:
-            del made["uniqueItems"]
-        if made.get("unevaluatedProperties") is True:
-            del made["unevaluatedProperties"]
-        if "unevaluatedProperties" in made and not APPLICATORS & made.keys():
-            made.setdefault("additionalProperties", made.pop("unevaluatedProperties"))
+        if translated.get("format") not in FORMATS:
+            translated.pop("format", None)
+        if translated.get("uniqueItems") is False:
+            del translated["uniqueItems"]
+        if translated.get("unevaluatedProperties") is True:
+            del translated["unevaluatedProperties"]
+        if "unevaluatedProperties" in translated and not APPLICATORS & translated.keys():
+            translated.setdefault("additionalProperties", translated.pop("unevaluatedProperties"))
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            if made.get(key) == {}:
-                del made[key]
+            if translated.get(key) == {}:
+                del translated[key]
 
-    def _patterns(self, made: dict[str, Any]) -> None:
-        if isinstance(made.get("pattern"), str):
-            made["pattern"] = exact_pattern(made["pattern"])
-        if isinstance(made.get("patternProperties"), dict):
-            made["patternProperties"] = {
-                exact_pattern(key): value for key, value in made["patternProperties"].items()
+    def _patterns(self, translated: dict[str, Any]) -> None:
+        if isinstance(translated.get("pattern"), str):
+            translated["pattern"] = exact_pattern(translated["pattern"])
+        if isinstance(translated.get("patternProperties"), dict):
+            translated["patternProperties"] = {
+                exact_pattern(key): value for key, value in translated["patternProperties"].items()
             }
 
-    def _names(self, made: dict[str, Any]) -> None:
+    def _names(self, translated: dict[str, Any]) -> None:
         """Turns `propertyNames` into `patternProperties`, if the schema describes no properties."""
-        names = made.get("propertyNames")
+        names = translated.get("propertyNames")
         if names is True or (isinstance(names, dict) and _any_string(names)):
-            del made["propertyNames"]
-        if not isinstance(names, dict) or "propertyNames" not in made:
+            del translated["propertyNames"]
+        if not isinstance(names, dict) or "propertyNames" not in translated:
             return
-        if made.get("patternProperties") or made.get("properties"):
+        if translated.get("patternProperties") or translated.get("properties"):
             return  # llguidance rejects the schema
-        known = set(names) - {"type", "title", "description"}
-        if known == {"pattern"} and isinstance(names["pattern"], str):
+        keywords = set(names) - {"type", "title", "description"}
+        if keywords == {"pattern"} and isinstance(names["pattern"], str):
             pattern = exact_pattern(names["pattern"])
-        elif known == {"enum"} and all(isinstance(each, str) for each in names["enum"]):
+        elif keywords == {"enum"} and all(isinstance(each, str) for each in names["enum"]):
             pattern = f"^({'|'.join(map(re.escape, names['enum']))})$"
         else:
             return
-        del made["propertyNames"]
-        made["patternProperties"] = {pattern: made.get("additionalProperties", True)}
-        made["additionalProperties"] = False
+        del translated["propertyNames"]
+        translated["patternProperties"] = {pattern: translated.get("additionalProperties", True)}
+        translated["additionalProperties"] = False
 
-    def _numbers(self, made: dict[str, Any], where: str) -> None:
-        if "const" in made:
-            _check_value(made["const"], f"{where}.const")
-        for place, value in enumerate(made["enum"] if isinstance(made.get("enum"), list) else ()):
-            _check_value(value, f"{where}.enum[{place}]")
+    def _numbers(self, translated: dict[str, Any], path: str) -> None:
+        if "const" in translated:
+            _check_value(translated["const"], f"{path}.const")
+        for place, value in enumerate(
+            translated["enum"] if isinstance(translated.get("enum"), list) else ()
+        ):
+            _check_value(value, f"{path}.enum[{place}]")
         for bound, exclusive in (LOWER, UPPER):
-            if isinstance(made.get(exclusive), bool):  # as in OpenAPI 3.0 and draft 4
-                if made.pop(exclusive) and bound in made:
-                    made[exclusive] = made.pop(bound)
-        most = MOST_BOUND if made.get("type") == "integer" else MOST_NUMBER_BOUND
+            if isinstance(translated.get(exclusive), bool):  # as in OpenAPI 3.0 and draft 4
+                if translated.pop(exclusive) and bound in translated:
+                    translated[exclusive] = translated.pop(bound)
+        max_magnitude = MOST_BOUND if translated.get("type") == "integer" else MOST_NUMBER_BOUND
         for key in (*LOWER, *UPPER):
-            value = made.get(key)
+            value = translated.get(key)
             if isinstance(value, int | float) and abs(value) > MOST_EXACT:
-                made[key] = _inner(value, most, lower=key in LOWER, where=f"{where}.{key}")
+                translated[key] = _inner(
+                    value, max_magnitude, lower=key in LOWER, path=f"{path}.{key}"
+                )
 
 
 def _any_string(schema: Mapping[str, Any]) -> bool:
@@ -162,47 +169,49 @@ def _any_string(schema: Mapping[str, Any]) -> bool:
     )
 
 
-def _inner(value: float, most: int, *, lower: bool, where: str) -> int:
-    """Returns the nearest integer within a bound that is a float64 and at most `most` in size.
+def _inner(value: float, max_magnitude: int, *, lower: bool, path: str) -> int:
+    """Returns the nearest integer within a bound that is a float64 and not above `max_magnitude`.
 
     Raises:
         ApiError: 400 if no number within the bound is small enough.
     """
-    if (value > most) if lower else (value < -most):
+    if (value > max_magnitude) if lower else (value < -max_magnitude):
         raise _refused(
-            where, f"is {value}, but only bounds from -{most:,} to {most:,} are supported"
+            path,
+            f"is {value}, but only bounds from -{max_magnitude:,} to {max_magnitude:,} are "
+            "supported",
         )
-    if abs(value) >= most:
-        return -most if lower else most
+    if abs(value) >= max_magnitude:
+        return -max_magnitude if lower else max_magnitude
     found = float(value)
     if (found < value) if lower else (found > value):
         found = math.nextafter(found, math.inf if lower else -math.inf)
     return int(found)
 
 
-def _check_value(value: Any, where: str) -> None:
+def _check_value(value: Any, path: str) -> None:
     """Raises ApiError 400 if a literal has a number that llguidance would change."""
     match value:
         case bool() | None | str():
             return
         case int() if abs(value) > MOST_EXACT:
             raise _refused(
-                where, f"is {value}, but the grammar supports integers up to 2**53; use a string"
+                path, f"is {value}, but the grammar supports integers up to 2**53; use a string"
             )
         case float() if abs(value) > MOST_EXACT or float(f"{value:.{MOST_DIGITS}g}") != value:
             raise _refused(
-                where,
+                path,
                 f"is {value!r}, but the grammar supports numbers up to 2**53 with at most "
                 f"{MOST_DIGITS} digits",
             )
         case list():
             for place, each in enumerate(value):
-                _check_value(each, f"{where}[{place}]")
+                _check_value(each, f"{path}[{place}]")
         case dict():
             for name, each in value.items():
-                _check_value(each, f"{where}.{name}")
+                _check_value(each, f"{path}.{name}")
 
 
-def _refused(where: str, message: str) -> ApiError:
-    param = where.split(".")[0]
-    return bad(param, f"{param} cannot be enforced: {where[:200]} {message}")
+def _refused(path: str, message: str) -> ApiError:
+    param = path.split(".")[0]
+    return bad(param, f"{param} cannot be enforced: {path[:200]} {message}")

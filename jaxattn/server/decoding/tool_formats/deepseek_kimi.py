@@ -64,8 +64,8 @@ class DeepSeekV31Format(SectionFormat):
     shown = (*section, *call, between)
     frame = CallFrame(
         begin=section[0],
-        before=f"{call[0]}NAME{between}",
-        after=call[1],
+        call_begin=f"{call[0]}NAME{between}",
+        call_end=call[1],
         separator="",
         end=section[1],
     )
@@ -85,8 +85,8 @@ class DeepSeekV3Format(DeepSeekV31Format):
     name = "deepseek_v3"
     frame = CallFrame(
         begin=DeepSeekV31Format.section[0],
-        before=f"{DeepSeekV31Format.call[0]}function{DeepSeekV31Format.between}NAME\n```json\n",
-        after=f"\n```{DeepSeekV31Format.call[1]}",
+        call_begin=f"{DeepSeekV31Format.call[0]}function{DeepSeekV31Format.between}NAME\n```json\n",
+        call_end=f"\n```{DeepSeekV31Format.call[1]}",
         end=DeepSeekV31Format.section[1],
     )
 
@@ -122,8 +122,8 @@ class DsmlFormat(ToolFormat):
     shown = (DSML,)
     frame = CallFrame(
         begin=f"<{DSML}function_calls>\n",
-        before=f'{INVOKE}NAME">\n',
-        after=f"\n{INVOKE_END}",
+        call_begin=f'{INVOKE}NAME">\n',
+        call_end=f"\n{INVOKE_END}",
         end=f"\n</{DSML}function_calls>",
     )
 
@@ -181,8 +181,8 @@ class KimiFormat(SectionFormat):
     shown = (*section, *call, between)
     frame = CallFrame(
         begin=section[0],
-        before=f"{call[0]}functions.NAME:INDEX{between}",
-        after=call[1],
+        call_begin=f"{call[0]}functions.NAME:INDEX{between}",
+        call_end=call[1],
         separator="",
         end=section[1],
     )

@@ -34,10 +34,10 @@ class HarmonyFormat:
     """The format <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>"""
 
     name = "harmony"
-    shown = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+    visible_tokens = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
     frame = CallFrame(
-        before=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}",
-        after="",
+        call_begin=f"{CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}",
+        call_end="",
         separator=None,
     )
 
@@ -55,13 +55,13 @@ class HarmonyParser:
     def __init__(self, tools: ToolSchemas | None, *, parallel: bool = True):
         self._tools, self._parallel = tools, parallel
         self._cursor = TextCursor()
-        self._calls, self._open = 0, ""
+        self._calls, self._open_kind = 0, ""
         self._reading = self._parts()
 
     def feed(self, text: str) -> list[MessageEvent]:
         # Within a part, text without the first character of a mark is certain.
-        if self._open and "<" not in text and not self._cursor.text:
-            return [_delta(self._open, text)] if text else []
+        if self._open_kind and "<" not in text and not self._cursor.text:
+            return [_delta(self._open_kind, text)] if text else []
         return self._events() if self._cursor.feed(text) else []
 
     def finish(self) -> list[MessageEvent]:
@@ -153,7 +153,7 @@ class HarmonyParser:
             end = match.start() if match else len(cursor.text) - kept
             text = cursor.take(end)
             cursor.commit()
-            self._open = "" if match else kind
+            self._open_kind = "" if match else kind
             if text:
                 yield _delta(kind, text)
             if match:

@@ -18,7 +18,9 @@ class HermesFormat(ToolFormat):
     """Hermes' and Qwen3's format: <tool_call>{"name": "f", "arguments": {...}}</tool_call>"""
 
     name = "hermes"
-    frame = CallFrame(before='<tool_call>\n{"name": "NAME", "arguments": ', after="}\n</tool_call>")
+    frame = CallFrame(
+        call_begin='<tool_call>\n{"name": "NAME", "arguments": ', call_end="}\n</tool_call>"
+    )
     shown = (BEGIN, END)
 
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ class LlamaFormat(ToolFormat):
 
     name = "llama3"
     shown = (TAG,)
-    frame = CallFrame(before='{"name": "NAME", "parameters": ', after="}", separator="; ")
+    frame = CallFrame(call_begin='{"name": "NAME", "parameters": ', call_end="}", separator="; ")
 
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
         return (TAG,)

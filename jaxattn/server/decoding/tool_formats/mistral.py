@@ -24,7 +24,7 @@ class MistralFormat(ToolFormat):
 
     name = "mistral"
     shown = (TAG, ID, ARGUMENTS)
-    frame = CallFrame(before=f"{TAG}NAME{ARGUMENTS}", after="", separator="")
+    frame = CallFrame(call_begin=f"{TAG}NAME{ARGUMENTS}", call_end="", separator="")
 
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:
         return (TAG, *(f"\n{start}" for start in self._named(tools)))
@@ -83,8 +83,8 @@ class MistralArrayFormat(MistralFormat):
     name = "mistral_array"
     frame = CallFrame(
         begin=f"{TAG} [",
-        before='{"name": "NAME", "arguments": ',
-        after="}",
+        call_begin='{"name": "NAME", "arguments": ',
+        call_end="}",
         separator=", ",
         end="]",
     )

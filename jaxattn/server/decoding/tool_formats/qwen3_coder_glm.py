@@ -43,11 +43,13 @@ class QwenCoderFormat(HermesFormat):
             key = yield from cursor.name(">")
             if key in values:
                 raise Unreadable
-            others = [each for each in tools.arguments(name) if each not in {*values, key}]
+            other_parameters = [
+                each for each in tools.arguments(name) if each not in {*values, key}
+            ]
             values[key], mark = yield from cursor.value(
                 PARAMETER_END,
                 following=(PARAMETER, FUNCTION_END),
-                missing=[f"\n{PARAMETER}{each}>" for each in others],
+                missing=[f"\n{PARAMETER}{each}>" for each in other_parameters],
                 closing=(FUNCTION_END, END),
             )
             values[key] = values[key].removeprefix("\n").removesuffix("\n")

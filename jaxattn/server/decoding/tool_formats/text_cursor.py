@@ -31,23 +31,23 @@ class MarkSet:
     Attributes:
         pattern: The pattern that finds the first mark in a text.
         prefixes: The proper prefixes of all marks.
-        first: The first character of the first mark.
-        firsts: The pattern that finds the first character of any mark.
+        first_character: The first character of the first mark.
+        first_characters: The pattern that finds the first character of any mark.
     """
 
     def __init__(self, marks: tuple[str, ...]):
         longest_first = sorted(marks, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
         self.prefixes = tuple({mark[:n] for mark in marks for n in range(1, len(mark))})
-        self.first = marks[0][0]
-        self.firsts = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]")
-        self._longest = max(map(len, marks))
+        self.first_character = marks[0][0]
+        self.first_characters = re.compile(f"[{re.escape(''.join({mark[0] for mark in marks}))}]")
+        self._max_length = max(map(len, marks))
 
     def begun(self, text: str) -> int:
         """Returns the number of characters at a text's end that may be the beginning of a mark."""
         if not text.endswith(self.prefixes):
             return 0
-        most = min(len(text), self._longest - 1)
+        most = min(len(text), self._max_length - 1)
         return next(n for n in range(most, 0, -1) if text[-n:] in self.prefixes)
 
 
@@ -63,25 +63,26 @@ class TextCursor:
 
     def __init__(self) -> None:
         self.text, self.ended = "", False
-        self._kept = io.StringIO()
-        self._sought: re.Pattern[str] | None = None  # by a reader that has consumed all text
+        self._uncommitted = io.StringIO()
+        # Awaited by a reader that has consumed all text.
+        self._awaited_pattern: re.Pattern[str] | None = None
 
     def feed(self, text: str) -> bool:
         """Adds text. Returns False if a reader waits for a pattern that the text does not match."""
-        self._kept.write(text)
-        if self._sought is not None and not self._sought.search(text):
+        self._uncommitted.write(text)
+        if self._awaited_pattern is not None and not self._awaited_pattern.search(text):
             return False
         self.text += text
         return True
 
     def commit(self) -> None:
         """Forgets the consumed text, so that `rewind` returns to here."""
-        self._kept = io.StringIO()
-        self._kept.write(self.text)
+        self._uncommitted = io.StringIO()
+        self._uncommitted.write(self.text)
 
     def rewind(self) -> None:
         """Makes all text since the last `commit` unread again."""
-        self.text = self._kept.getvalue()
+        self.text = self._uncommitted.getvalue()
 
     def take(self, count: int) -> str:
         taken, self.text = self.text[:count], self.text[count:]
@@ -100,26 +101,26 @@ class TextCursor:
     @property
     def _place(self) -> int:
         """The position of the unread text, counted from the last `commit`."""
-        return self._kept.tell() - len(self.text)
+        return self._uncommitted.tell() - len(self.text)
 
     def _since(self, place: int) -> str:
         """Returns the text from a position to the unread text."""
-        return self._kept.getvalue()[place : self._place]
+        return self._uncommitted.getvalue()[place : self._place]
 
     def _compact(self, ends: list[int]) -> str:
         """Returns the text between the first and the last position of `ends`, without white space
         outside of strings. Every second position begins a string."""
-        text, spans = self._kept.getvalue(), list(itertools.pairwise(ends))
+        text, spans = self._uncommitted.getvalue(), list(itertools.pairwise(ends))
         parts = [text[begin:end] for begin, end in spans]
         parts[::2] = [_SPACE.sub("", part) for part in parts[::2]]
         return "".join(parts)
 
-    def _sought_in(self, sought: re.Pattern[str]) -> Scan[None]:
-        """Waits for text that matches `sought`. Text that does not match counts as consumed."""
+    def _sought_in(self, pattern: re.Pattern[str]) -> Scan[None]:
+        """Waits for text that matches `pattern`. Text that does not match counts as consumed."""
         if not self.text:
-            self._sought = sought
+            self._awaited_pattern = pattern
         yield from self.more()
-        self._sought = None
+        self._awaited_pattern = None
 
     def space(self) -> Scan[str]:
         """Consumes and returns white space, which may be empty, up to other text or the end."""
@@ -174,7 +175,7 @@ class TextCursor:
                 self.take(match.start())
                 return self._since(begin), self.take(len(match[0]))
             self.take(len(self.text) - known.begun(self.text))
-            yield from self._sought_in(known.firsts)
+            yield from self._sought_in(known.first_characters)
 
     def name(self, end: str) -> Scan[str]:
         """Consumes a name and the end mark after it in the same line, and returns the name.
@@ -232,18 +233,18 @@ class TextCursor:
         if self.text[0] not in opens:
             raise Unreadable
         ends = [self._place]  # positions at which strings and the text between them end
-        depth, inside, at = 0, False, 0
+        depth, in_string, at = 0, False, 0
         while True:
-            sought = _INSIDE if inside else _OUTSIDE
-            match = sought.search(self.text, at)
+            pattern = _INSIDE if in_string else _OUTSIDE
+            match = pattern.search(self.text, at)
             if match is None:
                 at, self.text = 0, ""
-                yield from self._sought_in(sought)
+                yield from self._sought_in(pattern)
                 continue
             found, at = match[0], match.end()
             if found == '"':
-                inside = not inside
-                ends.append(self._place + (match.start() if inside else at))
+                in_string = not in_string
+                ends.append(self._place + (match.start() if in_string else at))
             elif found == "\\":
                 while len(self.text) <= at:
                     yield from self.more()

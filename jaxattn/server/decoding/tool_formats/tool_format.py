@@ -59,12 +59,12 @@ class CallFrame:
 
     Attributes:
         begin, end: The text before and after all calls.
-        before, after: The text before and after the arguments of each call.
+        call_begin, call_end: The text before and after the arguments of each call.
         separator: The text between two calls; None allows only one call.
     """
 
-    before: str
-    after: str
+    call_begin: str
+    call_end: str
     begin: str = ""
     separator: str | None = "\n"
     end: str = ""
@@ -76,12 +76,12 @@ class ToolFormat(abc.ABC):
     Attributes:
         name: The format's name for `--tool-parser`.
         frame: The text around the calls, for grammars.
-        shown: The special tokens that must stay in the text for the reader.
+        visible_tokens: The special tokens that must stay in the text for the reader.
     """
 
     name: str
     frame: CallFrame
-    shown: tuple[str, ...] = ()
+    visible_tokens: tuple[str, ...] = ()
 
     @abc.abstractmethod
     def begins(self, tools: ToolSchemas) -> tuple[str, ...]:

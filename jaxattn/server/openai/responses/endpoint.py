@@ -108,9 +108,9 @@ def conversation(service: Service, fields: JsonFields) -> list[Any]:
     Raises:
         ApiError: 404 if the previous response is not stored, 400 if a referenced item is not.
     """
-    before: list[Any] = []
+    previous_items: list[Any] = []
     if (previous := fields.text("previous_response_id", 256)) is not None:
-        before = service.responses.items(previous, "previous_response_id")
+        previous_items = service.responses.items(previous, "previous_response_id")
     found = []
     for place, item in enumerate(input_items(fields)):
         if isinstance(item, dict) and item.get("type") == "item_reference":
@@ -120,4 +120,4 @@ def conversation(service: Service, fields: JsonFields) -> list[Any]:
                 raise bad(f"input[{place}].id", f"input[{place}].id {id!r} is not stored")
             item = stored
         found.append(item)
-    return before + found
+    return previous_items + found

@@ -89,28 +89,28 @@ def input_items(fields: JsonFields) -> list[Any]:
 def _messages(
     fields: JsonFields, items: Sequence[Any], tools: ResponseTools
 ) -> list[dict[str, Any]]:
-    found = MessageList()
+    message_list = MessageList()
     if instructions := fields.text("instructions"):
-        found.say("system", instructions)
-    own = len(items) - len(input_items(fields))
+        message_list.say("system", instructions)
+    num_previous = len(items) - len(input_items(fields))
     for place, item in enumerate(items):
-        where = f"input[{place - own}]" if place >= own else "previous_response_id"
+        path = f"input[{place - num_previous}]" if place >= num_previous else "previous_response_id"
         if not isinstance(item, dict):
-            raise bad(where, f"{where} must be an object; got {type(item).__name__}")
-        _add(found, JsonFields(item, where), tools)
-    return found.messages
+            raise bad(path, f"{path} must be an object; got {type(item).__name__}")
+        _add(message_list, JsonFields(item, path), tools)
+    return message_list.messages
 
 
-def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
+def _add(message_list: MessageList, item: JsonFields, tools: ResponseTools) -> None:
     kind = item.values.get("type")
     if kind in (None, "message"):
         role = item.chosen("role", ROLES)
         if role is None:
             raise item.wrong("role", f"one of {', '.join(ROLES)}")
-        found.say(role, text_of(item.values.get("content"), item.name("content"), TEXTS))
+        message_list.say(role, text_of(item.values.get("content"), item.name("content"), TEXTS))
     elif kind == "reasoning":
         if thoughts := _read_reasoning(item):
-            found.think(thoughts)
+            message_list.think(thoughts)
     elif kind in ("function_call", "custom_tool_call"):
         id, name = item.text("call_id", 256), item.text("name", MOST_NAME)
         if not id or not name:
@@ -118,12 +118,12 @@ def _add(found: MessageList, item: JsonFields, tools: ResponseTools) -> None:
         arguments = item.text("arguments") or "{}"
         if kind == "custom_tool_call":
             arguments = _custom_arguments(item.text("input") or "")
-        found.call(id, tools.in_chat(name, item.text("namespace", MOST_NAME)), arguments)
+        message_list.call(id, tools.in_chat(name, item.text("namespace", MOST_NAME)), arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         id = item.text("call_id", 256)
         if not id:
             raise item.wrong("call_id", "a nonempty string")
-        found.result(id, text_of(item.values.get("output"), item.name("output"), TEXTS))
+        message_list.result(id, text_of(item.values.get("output"), item.name("output"), TEXTS))
     elif not isinstance(kind, str) or not _hosted(kind):
         raise item.wrong(
             "type", "the type of a message, a reasoning item, a tool call or a tool output"

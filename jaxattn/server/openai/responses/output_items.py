@@ -47,7 +47,7 @@ class ResponseForm(PartsForm):
         self._tools, self._seals, self._spell, self._on_done = tools, seals, spell, on_done
         self._item, self._part = dict[str, Any](), dict[str, Any]()  # the latest with text
         self._reasoning_tokens = self._sequence = 0
-        self._chances: list[Chance] = []  # of tokens whose text is not complete yet
+        self._pending_logprobs: list[Chance] = []  # of tokens whose text is not complete yet
         self._response: dict[str, Any] = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
@@ -61,10 +61,10 @@ class ResponseForm(PartsForm):
         }
 
     def whole(self, collector: OutputCollector) -> dict[str, Any]:
-        cut, usage = self.cut, self.usage(collector)
+        truncated, usage = self.truncated, self.usage(collector)
         response = self._response | {
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "output": self.parts,
             "usage": {
                 "input_tokens": usage.prompt,
@@ -74,7 +74,7 @@ class ResponseForm(PartsForm):
                 "total_tokens": usage.prompt + usage.generated,
             },
         }
-        if not cut:
+        if not truncated:
             response["completed_at"] = int(time.time())
         self._on_done(response)
         return response
@@ -100,7 +100,7 @@ class ResponseForm(PartsForm):
         return super().written(events)
 
     def added(self, piece: OutputChunk) -> Events:
-        self._chances += piece.chances
+        self._pending_logprobs += piece.logprobs
         found = super().added(piece)
         self._count(piece)
         return found
@@ -109,7 +109,7 @@ class ResponseForm(PartsForm):
         self._count(piece)
         found = super().ended(piece)
         if not self.parts:  # an empty answer still needs a message
-            found += self.opened(self.content) + self.closed(self.content, cut=False)
+            found += self.opened(self.content) + self.closed(self.content, truncated=False)
         return found
 
     def _count(self, piece: OutputChunk) -> None:
@@ -134,14 +134,14 @@ class ResponseForm(PartsForm):
         if self.kind == self.content:
             more["logprobs"] = []
             if self._spell is not None:
-                more["logprobs"] = chat_logprobs(self._chances, self._spell)["content"]
+                more["logprobs"] = chat_logprobs(self._pending_logprobs, self._spell)["content"]
                 self._part["logprobs"] += more["logprobs"]
-        self._chances = []
+        self._pending_logprobs = []
         return {"type": f"{self._stem}.delta", **self._at(), "delta": text, **more}
 
-    def closed(self, kind: str, *, cut: bool) -> Events:
+    def closed(self, kind: str, *, truncated: bool) -> Events:
         item, part, at = self._item, self._part, self._at()
-        item["content"], item["status"] = [part], "incomplete" if cut else "completed"
+        item["content"], item["status"] = [part], "incomplete" if truncated else "completed"
         if kind == self.thoughts and self._seals:
             item["encrypted_content"] = sealed(part["text"])
         done: dict[str, Any] = {"type": f"{self._stem}.done", **at, "text": part["text"]}
@@ -153,7 +153,7 @@ class ResponseForm(PartsForm):
         return found
 
     def call(self, call: ToolCall) -> Events:
-        self._chances = []
+        self._pending_logprobs = []
         custom = self._tools.is_custom(call.name)
         kind, field = ("custom_tool_call", "input") if custom else ("function_call", "arguments")
         text = _custom_input(call.arguments) if custom else call.arguments

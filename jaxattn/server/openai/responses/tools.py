@@ -32,13 +32,14 @@ class ResponseTools:
     def __init__(self, fields: JsonFields):
         self.tools: list[dict[str, Any]] = []
         self._kinds: dict[str, str] = {}
-        self._places: dict[str, tuple[str, str]] = {}  # name in the chat -> namespace, name
+        # name in the chat -> namespace, name
+        self._namespaced_names: dict[str, tuple[str, str]] = {}
         for place, tool in enumerate(fields.objects("tools", MOST_TOOLS)):
             reader = JsonFields(tool, f"tools[{place}]")
             if tool.get("type") == "namespace":
-                space = reader.text("name", MOST_NAME) or ""
+                namespace = reader.text("name", MOST_NAME) or ""
                 for member in reader.objects("tools", MOST_TOOLS):
-                    self._add(JsonFields(member, reader.name("tools")), space)
+                    self._add(JsonFields(member, reader.name("tools")), namespace)
             else:
                 self._add(reader, "")
 
@@ -49,8 +50,8 @@ class ResponseTools:
         name = tool.text("name", MOST_NAME)
         if not name:
             raise tool.wrong("name", f"a string of 1 to {MOST_NAME} characters")
-        own = f"{space}__{name}" if space and name in self._places else name
-        self._places[own], self._kinds[own] = (space, name), str(kind)
+        own = f"{space}__{name}" if space and name in self._namespaced_names else name
+        self._namespaced_names[own], self._kinds[own] = (space, name), str(kind)
         function: dict[str, Any] = {"name": own, "parameters": CUSTOM}
         if description := tool.text("description"):
             function["description"] = description
@@ -66,12 +67,14 @@ class ResponseTools:
 
     def named(self, name: str) -> dict[str, str]:
         """Returns the field `name` of a model's call, and `namespace` if the tool has one."""
-        space, own = self._places.get(name, ("", name))
+        space, own = self._namespaced_names.get(name, ("", name))
         return {"name": own, "namespace": space} if space else {"name": own}
 
     def in_chat(self, name: str, space: str | None) -> str:
         """Returns the name under which the model knows a tool."""
-        found = (own for own, place in self._places.items() if place == (space or "", name))
+        found = (
+            own for own, place in self._namespaced_names.items() if place == (space or "", name)
+        )
         return next(found, name)
 
 
@@ -83,14 +86,14 @@ def read_tool_choice(fields: JsonFields) -> Any:
     if kind in FUNCTIONS:
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind == "allowed_tools":
-        allowed = fields.object("tool_choice")
-        tools = allowed.objects("tools", MOST_TOOLS)
+        allowed_fields = fields.object("tool_choice")
+        tools = allowed_fields.objects("tools", MOST_TOOLS)
         named = [
             {"type": "function", "function": {"name": tool.get("name")}}
             for tool in tools
             if tool.get("type") in FUNCTIONS
         ]
-        mode = allowed.chosen("mode", ("auto", "required")) or "auto"
+        mode = allowed_fields.chosen("mode", ("auto", "required")) or "auto"
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     if not isinstance(kind, str):
         raise fields.wrong("tool_choice", "none, auto, required, or an object with a type")
