@@ -224,7 +224,7 @@ class LimitsSearch:
                 name, value = "prefill_chunk", limits.prefill_chunk
             elif _halve_prefill_tokens(asked, limits) != limits:
                 limits = _halve_prefill_tokens(asked, limits)
-                name, value = "prefill_tokens", limits.prefill_tokens
+                name, value = "prefill_tokens", limits.prefill_sizes[-1]
             else:
                 break
             why = f"with more, only {pages:,} pages would be left, fewer than a row needs"
