@@ -169,7 +169,7 @@ def heads_layer(
             turn = RopeEpilogueParams(angles.astype(jnp.float32), turned[1].interleaved)
         return linears_mosaic(
             tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
-            out_dtypes=[x.dtype], heads=heads, spare_heads=spare_heads, turned=turn,
+            out_dtypes=[x.dtype], heads=heads, spare_heads=spare_heads, rope=turn,
             interpret=interpret,
         )  # fmt: skip
 

@@ -156,7 +156,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)
         self.rows = PackedRows(
             q_len=cut.q_len, group=cut.group, kv_heads=cut.kv_heads, columns=cut.columns,
-            first=self.tile * cut.columns, interpret=cut.interpret,
+            first_row=self.tile * cut.columns, interpret=cut.interpret,
         )  # fmt: skip
         outputs = GqaOutputTile(
             self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, self.rows,
@@ -285,7 +285,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         begin = self.first_key(pair)
         first_token = (start + part.first_step_of(pair)) * PAGE
         visible = visible_keys(
-            self.rows.first + self.iota(0), length, queries,
+            self.rows.first_row + self.iota(0), length, queries,
             q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
         )  # fmt: skip
         least = length - (cut.q_len - 1)
@@ -325,8 +325,8 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
 
             @pl.loop(self.wg, shares * (cut.columns // ACROSS), step=cut.consumers)
             def _each(i: jax.Array) -> None:
-                first = self.rows.first + lax.div(i, shares) * ACROSS
-                eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
+                first = self.rows.first_row + lax.div(i, shares) * ACROSS
+                eight = dataclasses.replace(self.rows, columns=ACROSS, first_row=first)
                 first_dim = lax.rem(i, shares) * (chunks * WIDTH)
                 combination.write(row, head, slots, eight, first_dim, chunks)
 

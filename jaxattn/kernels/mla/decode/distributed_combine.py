@@ -80,15 +80,15 @@ def distributed_combine(
         )
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
 
-    def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:
+    def body(sums, tops, totals, barrier, inbox_ref, counts_ref, addresses_ref, **refs) -> None:
         row, head, half, gpu = (lax.axis_index(x) for x in ("row", "head", "half", "gpu"))
         place = (row * own + head) * HALVES + half
         call = peers.PeerTransfer(
             inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu
         )
         to, known = call.address(gpu), call.address(call.own)  # there by the time of the state
-        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
-        block = DistributedCombineCta(first_rows, rows, sharers, **given)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, barrier)
+        block = DistributedCombineCta(first_rows, rows, sharers, **refs)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -129,7 +129,7 @@ def exchange_smem() -> dict[str, Any]:
         "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
         "tops": plgpu.SMEM((SHARERS,), jnp.float32),
         "totals": plgpu.SMEM((SHARERS,), jnp.float32),
-        "there": plgpu.Barrier(num_arrivals=SHARERS),
+        "barrier": plgpu.Barrier(num_arrivals=SHARERS),
     }
 
 

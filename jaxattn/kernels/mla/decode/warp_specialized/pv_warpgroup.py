@@ -141,7 +141,7 @@ class PvWarpgroup:
                 plgpu.barrier_wait(shared.p_read.at[slot])
                 pl.when(free)(lambda: self.pages.refill_rope(pages, now))
 
-        if self.pages.hands_over:
+        if self.pages.signals_arrival:
             pl.when(free)(lambda: self.pages.hand_over(pages, now))
         return accs, self.pages.later(pages, free)
 
