@@ -153,7 +153,7 @@ def chosen(
         lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if query_lens is not None:
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], most=places)
+        seen = seen_lengths(lens, query_lens, tokens=asked.q.shape[1], max_tokens=places)
         every = jnp.arange(places, dtype=jnp.int32)
         return jnp.where(every < seen[..., None], every, -1)
     given: Any = dict(layer=layer, k_scale=pages.scale)

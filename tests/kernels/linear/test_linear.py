@@ -182,7 +182,7 @@ def turned_heads(tokens, heads, inner, size, interleaved, seed=0):
 def check_turned(tokens, heads, inner, size, interleaved, implementation):
     x, weights, turned = turned_heads(tokens, heads, inner, size, interleaved, seed=tokens)
     op = partial(
-        heads_layer, layer=1, turned=turned, spare_heads=-heads % 8, implementation=implementation
+        heads_layer, layer=1, rotary=turned, spare_heads=-heads % 8, implementation=implementation
     )
     found = jax.jit(op)(x, weights)
     assert found.shape == (tokens, -(-heads // 8) * 8, size + 64)

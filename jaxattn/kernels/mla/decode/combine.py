@@ -58,7 +58,7 @@ class SplitRows:
             "partial_lse": self.partial_lse,
             "slots": call.schedule.slots,
             "lens": None if call.schedule.seq_lens is None else call.seq_lens,
-            "made_of": call.schedule.seq_lens,
+            "scheduled_lens": call.schedule.seq_lens,
         }
 
 
@@ -205,7 +205,7 @@ class MlaCombineCta:
         partial_lse: Any,
         slots: Any,
         lens: Any,
-        made_of: Any,
+        scheduled_lens: Any,
         sinks: Any,
         out: Any,
         partial: Any,
@@ -218,8 +218,8 @@ class MlaCombineCta:
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.slots = [slots[i, self.row] for i in range(3)]
         self.number = self.slots[1]
-        if made_of is not None:
-            self.number = jnp.where(lens[self.row] == made_of[self.row], self.number, 0)
+        if scheduled_lens is not None:
+            self.number = jnp.where(lens[self.row] == scheduled_lens[self.row], self.number, 0)
 
     def run(self) -> None:
         has_many_pieces = self.number > (FEW if self.chunk > 1 else 0)

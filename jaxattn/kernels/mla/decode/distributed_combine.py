@@ -145,22 +145,27 @@ class DistributedCombineCta:
         partial_lse: Any,
         slots: Any,
         lens: Any,
-        made_of: Any,
+        scheduled_lens: Any,
         alone: Any,
         partial: Any,
         lse: Any,
         out: Any,
     ):
         self.first_rows, self.rows, self.sharers = first_rows, rows, sharers
-        self.partial_lse, self.slots, self.lens, self.made_of = partial_lse, slots, lens, made_of
+        self.partial_lse, self.slots, self.lens, self.scheduled_lens = (
+            partial_lse,
+            slots,
+            lens,
+            scheduled_lens,
+        )
         self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
 
     def state(self, row: Any, head: Any, half: Any) -> tuple[jax.Array, jax.Array]:
         """This GPU's output and log-sum-exp of the half head."""
         slots = [self.slots[i, row] for i in range(3)]
         number = slots[1]
-        if self.made_of is not None:
-            number = jnp.where(self.lens[row] == self.made_of[row], number, 0)
+        if self.scheduled_lens is not None:
+            number = jnp.where(self.lens[row] == self.scheduled_lens[row], number, 0)
         dims = pl.ds(half * peers.STATE_DIMS, peers.STATE_DIMS)
         # A row that was not split is already whole.
         at = self.first_rows[0] + row * self.rows + head

@@ -58,7 +58,7 @@ class SwapAbRefs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
-    made_of_ref: Any  # None: the schedule is the call's own
+    scheduled_lens_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # for a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
