@@ -54,12 +54,8 @@ class WorkQueue:
         interpret: bool,
     ):
         self.counter, (self.smem, self.posted, self.taken) = counter, refs
-        self.first_item, self.blocks, self.items, self.interpret = (
-            first_item,
-            blocks,
-            items,
-            interpret,
-        )
+        self.first_item, self.blocks, self.items = first_item, blocks, items
+        self.interpret = interpret
         self.in_order = in_order
 
     def each(self, draws: bool, do: Any, carry: Any) -> Any:

@@ -97,7 +97,7 @@ class LinearCta:
         normed: RmsNormPrologueParams | None,
         refs: LinearRefs,
     ):
-        self.cut, self.turned, self.refs = cut, rope, refs
+        self.cut, self.rope, self.refs = cut, rope, refs
         layer = refs.layer_ref[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
@@ -286,9 +286,9 @@ class LinearCta:
         cut, out = self.cut, self.refs.out_refs[result]
         first = self.of_out + first if cut.heads > 1 else first
         out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
-        if self.turned is not None:
+        if self.rope is not None:
             last = self.tile == cut.tiles[0] - 1
-            pl.when(last)(partial(self._turn, self.turned, out, token, y))
+            pl.when(last)(partial(self._turn, self.rope, out, token, y))
 
     def _turn(self, rope: RopeEpilogueParams, out: Any, token: Any, y: jax.Array) -> None:
         cut, refs = self.cut, self.refs

@@ -462,9 +462,9 @@ class RouterExpertsCta:
         refs, choice = self.refs, self.cut.choice
         layout = plgpu.Layout.WG_STRIDED((PAIRS,), vec_size=1)
 
-        def full(entry_values: Any) -> jax.Array:
-            entry_values = lax.broadcast_in_dim(jnp.asarray(entry_values, jnp.int32), (PAIRS,), [])
-            return plgpu.layout_cast(entry_values, layout)
+        def full(value: Any) -> jax.Array:
+            value = lax.broadcast_in_dim(jnp.asarray(value, jnp.int32), (PAIRS,), [])
+            return plgpu.layout_cast(value, layout)
 
         pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=layout)
         expert = full(0)

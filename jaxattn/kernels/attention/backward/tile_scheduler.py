@@ -126,5 +126,5 @@ class BackwardTileScheduler:
 
     def masked(self, tile: KeyTile, m: jax.Array) -> jax.Array:
         """Whether some query of query tile m does not see some key of the tile."""
-        is_causal = m * self.queries >= tile.number * self.keys + (self.keys - 1)
-        return jnp.logical_not(is_causal & (m < tile.full))
+        is_below_diagonal = m * self.queries >= tile.number * self.keys + (self.keys - 1)
+        return jnp.logical_not(is_below_diagonal & (m < tile.full))

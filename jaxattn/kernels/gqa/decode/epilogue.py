@@ -209,8 +209,8 @@ def merge(
 
         @pl.when(jnp.logical_not(is_whole))
         def _piece():
-            smem_block = outputs.at_partial(position), pl.ds(first_dim, width)
-            outputs.partial[smem_block] = output(top, total, first_dim, width)
+            partial_index = outputs.at_partial(position), pl.ds(first_dim, width)
+            outputs.partial[partial_index] = output(top, total, first_dim, width)
 
             @pl.when(wg == 0)
             def _lse():

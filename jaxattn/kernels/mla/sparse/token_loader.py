@@ -168,11 +168,11 @@ class WideTokenLoader(TokenLoader):
         self._arrive(1, second_exists, self._others(second_index))
         return pages[-1], ahead, self._after(location), second_exists
 
-    def _begin(self, i: jax.Array, loaded_page: Any) -> None:
-        page, page_exists, numbers = loaded_page
-        self._load(1, loaded_page, i)
+    def _begin(self, i: jax.Array, page_entry: Any) -> None:
+        page, page_exists, numbers = page_entry
+        self._load(1, page_entry, i)
         if self.cut.rope:
-            self._load_rope(loaded_page, i)
+            self._load_rope(page_entry, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
         self._load(0, (page, page_exists & (i < slots), numbers), i)
         self._end_group()
@@ -182,13 +182,13 @@ class WideTokenLoader(TokenLoader):
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         before, ahead = pages[:2]
-        loaded_page = self._page_of(ahead)
+        page_entry = self._page_of(ahead)
         if quarter == 0:
-            pl.when(self.is_right)(lambda: self._load(0, loaded_page, into))
+            pl.when(self.is_right)(lambda: self._load(0, page_entry, into))
             pl.when(jnp.logical_not(self.is_right))(lambda: self._load(0, before, into))
             self._end_group()
             return
-        self._load(quarter, loaded_page, into)
+        self._load(quarter, page_entry, into)
         if not self.cut.interpret:
             self._prefetch_queries(*ahead[0])
 
@@ -231,19 +231,17 @@ class WideTokenLoader(TokenLoader):
             for arrive in arrivals:
                 arrive()
 
-    def _load(self, quarter: int, loaded_page: Any, into: jax.Array) -> None:
+    def _load(self, quarter: int, page_entry: Any, into: jax.Array) -> None:
         target = self.shared.kv.at[self.slot_of(quarter, into)]
         first_column = (2 * self.half + quarter) * QUARTER
-        pl.when(loaded_page[1])(
-            lambda: self._gather(loaded_page, target, swizzled(self.cut.dtype), first_column)
+        pl.when(page_entry[1])(
+            lambda: self._gather(page_entry, target, swizzled(self.cut.dtype), first_column)
         )
 
-    def _load_rope(self, loaded_page: Any, into: jax.Array) -> None:
+    def _load_rope(self, page_entry: Any, into: jax.Array) -> None:
         target = self.shared.rope.at[lax.rem(into, PAGES)]
-        gather = functools.partial(
-            self._gather, loaded_page, target, swizzled(self.cut.dtype), RANK
-        )
-        pl.when(loaded_page[1] & self.is_right)(gather)
+        gather = functools.partial(self._gather, page_entry, target, swizzled(self.cut.dtype), RANK)
+        pl.when(page_entry[1] & self.is_right)(gather)
 
 
 class Fp8TokenLoader(TokenLoader, Fp8PageLoader):

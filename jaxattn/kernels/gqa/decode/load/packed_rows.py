@@ -150,12 +150,12 @@ class PackedRows:
             )
         out = plgpu.ShapeDtypeStruct((self.columns,), ref.dtype, layout=BY_ROW)
 
-        def run(ctx: Any, ref: Any, base_head: Any, first_head: Any) -> Any:
+        def run(ctx: Any, ref: Any, base_head: Any, first_row: Any) -> Any:
             del ctx
-            base_head, first_head = single(base_head), single(first_head)
+            base_head, first_row = single(base_head), single(first_row)
             vector_type = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
             registers = []
-            for row, _ in self._of_thread(first_head):
+            for row, _ in self._of_thread(first_row):
                 head_offset = arith.remui(row, word(self.heads)) if self.q_len > 1 else row
                 byte_offset = _offset(plus(base_head, head_offset), 1, word(0), vector_type)
                 registers.append(llvm.load(vector_type, pointer(ref, byte_offset)))

@@ -55,12 +55,12 @@ class PageLoader:
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         """Loads the quarter of the next page into the place of the page `into`."""
         before, ahead = pages
-        loaded_page = self._page_of(ahead)
+        page_entry = self._page_of(ahead)
         if quarter == 0:
-            loaded_page = jax.tree.map(
-                functools.partial(jnp.where, self.is_right), loaded_page, before
+            page_entry = jax.tree.map(
+                functools.partial(jnp.where, self.is_right), page_entry, before
             )
-        self._load(quarter, loaded_page, into)
+        self._load(quarter, page_entry, into)
         if quarter == 1 and not self.cut.interpret:
             self._prefetch_queries(*ahead[0])
 
@@ -139,17 +139,17 @@ class PageLoader:
         return page, page < stop, numbers
 
     def _begin(self, i: jax.Array, pages: Any) -> Any:
-        page, page_exists, numbers = loaded_page = self._page_of(pages[1])
-        self._load(1, loaded_page, i)
+        page, page_exists, numbers = page_entry = self._page_of(pages[1])
+        self._load(1, page_entry, i)
         if self.cut.rope:
-            self._load_rope(loaded_page, i)
+            self._load_rope(page_entry, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
         self._load(0, (page, page_exists & (i < slots), numbers), i)
         return self.later(pages)
 
-    def _load(self, quarter: int, loaded_page: Any, into: jax.Array) -> None:
-        """Copies the page `loaded_page` to the place of the part's page `into`."""
-        page, page_exists, numbers = loaded_page
+    def _load(self, quarter: int, page_entry: Any, into: jax.Array) -> None:
+        """Copies the page of `page_entry` to the place of the part's page `into`."""
+        page, page_exists, numbers = page_entry
         shared, tokens = self.shared, self.tokens
         slot = self.slot_of(quarter, into)
 
@@ -167,8 +167,8 @@ class PageLoader:
                 source_columns = source.at[:, self.columns[quarter]]
                 plgpu.copy_gmem_to_smem(source_columns, destination, shared.kv_loaded.at[slot])
 
-    def _load_rope(self, loaded_page: Any, into: jax.Array) -> None:
-        page, page_exists, numbers = loaded_page
+    def _load_rope(self, page_entry: Any, into: jax.Array) -> None:
+        page, page_exists, numbers = page_entry
         shared, tokens = self.shared, self.tokens
         slot = lax.rem(into, PAGES)
 
