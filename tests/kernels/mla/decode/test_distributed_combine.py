@@ -64,9 +64,9 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
     alone = rng.standard_normal((FIRST + batch * ROWS, 512)).astype(jnp.bfloat16)
     alone_lse = rng.standard_normal((batch, ROWS)).astype(np.float32)
 
-    def body(sums, tops, totals, there, state_ref, found_ref, **given) -> None:
+    def body(sums, tops, totals, barrier, state_ref, found_ref, **given) -> None:
         row, half = lax.axis_index("row"), lax.axis_index("half")
-        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, barrier)
         block = DistributedCombineCta([FIRST, 0], ROWS, sharers, out=None, **given)
         state, lse = block.state(row, HEAD, half)
 
