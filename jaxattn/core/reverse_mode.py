@@ -16,31 +16,31 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 
-def _refuse(*given: Any, said: str) -> NoReturn:
-    raise TypeError(said)
+def _refuse(*operands: Any, message: str) -> NoReturn:
+    raise TypeError(message)
 
 
 tangent_p = Primitive("reverse_mode_tangent")
 tangent_p.def_impl(_refuse)
-tangent_p.def_abstract_eval(lambda tangent, *, said: tangent)
+tangent_p.def_abstract_eval(lambda tangent, *, message: tangent)
 mlir.register_lowering(tangent_p, _refuse)
 batching.defvectorized(tangent_p)
-ad.deflinear2(tangent_p, lambda cotangent, tangent, *, said: [cotangent])
+ad.deflinear2(tangent_p, lambda cotangent, tangent, *, message: [cotangent])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _operand(said: str, forward_over_reverse: bool, x: jax.Array) -> jax.Array:
+def _operand(message: str, forward_over_reverse: bool, x: jax.Array) -> jax.Array:
     return x
 
 
 @_operand.defjvp
 def _operand_jvp(
-    said: str, forward_over_reverse: bool, primals: Any, tangents: Any
+    message: str, forward_over_reverse: bool, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
     # The identity again, so that forward mode of a gradient raises the same error.
-    again = x if forward_over_reverse else _operand(said, forward_over_reverse, x)
-    return again, tangent_p.bind(tangent, said=said)
+    operand = x if forward_over_reverse else _operand(message, forward_over_reverse, x)
+    return operand, tangent_p.bind(tangent, message=message)
 
 
 def in_reverse_mode_only[**P, T](

@@ -119,7 +119,7 @@ class StackedWeight:
             x,
             self.weights,
             layer=self.layer,
-            turned=turned,
+            rotary=turned,
             spare_heads=spare_heads,
             implementation=self.implementation,
         )

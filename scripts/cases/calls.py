@@ -220,4 +220,4 @@ def heads_layer(*, angles: Any = None, **given: Any) -> Any:
     """With rotated dims after those that are multiplied, if there are angles."""
     config = RopeConfig(dim=64, interleaved=True)
     turned = None if angles is None else (Rotation(angles), config)
-    return linear.heads_layer(turned=turned, **given)
+    return linear.heads_layer(rotary=turned, **given)

@@ -78,7 +78,7 @@ def turbo_common(dim: int, page: int, preset: str) -> KernelCase:
     """The common part of the keys of rows."""
     form = turbo_format(preset, dim)
     sizes = {"C": page, "slot": form.slot_bytes}
-    options = {"form": form, "samples": SAMPLES, "most": MOST}
+    options = {"form": form, "samples": SAMPLES, "max_abs": MOST}
     return KernelCase("turbo_common", sizes, options=options, bare=True)
 
 

@@ -80,7 +80,7 @@ def write_tokens(
 
 
 def seen_lengths(
-    seq_lens: Int[Array, "B"], query_lens: Int[Array, "B"] | None, *, tokens: int, most: int
+    seq_lens: Int[Array, "B"], query_lens: Int[Array, "B"] | None, *, tokens: int, max_tokens: int
 ) -> Int[Array, "B S"]:
     """Returns how many of its row's positions each of the last tokens sees, its own included.
 
@@ -89,13 +89,13 @@ def seen_lengths(
     Args:
         query_lens: Number of new tokens of each row, which come first among S. None means S.
         tokens: S.
-        most: Number of tokens that a row's block table can hold.
+        max_tokens: Number of tokens that a row's block table can hold.
     """
     token = jnp.arange(tokens)
-    new = jnp.full_like(seq_lens, tokens) if query_lens is None else query_lens
-    limit = jnp.minimum((seq_lens - new)[:, None] + 1 + token, most)
+    num_new = jnp.full_like(seq_lens, tokens) if query_lens is None else query_lens
+    limit = jnp.minimum((seq_lens - num_new)[:, None] + 1 + token, max_tokens)
     # A padding row's length may be so negative that the subtraction above wraps around.
-    return jnp.where((token < new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
+    return jnp.where((token < num_new[:, None]) & (seq_lens > 0)[:, None], limit, 0)
 
 
 def page_blocks(

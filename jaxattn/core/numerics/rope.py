@@ -268,16 +268,17 @@ def rotation(
     return Rotation(jnp.concatenate([cosines.reshape(shape), sines.reshape(shape)], axis=-1))
 
 
-def in_layout(given: Rotation, config: RopeConfig, interleaved: bool) -> Rotation:
+def in_layout(rotation: Rotation, config: RopeConfig, interleaved: bool) -> Rotation:
     """Converts a rotation of `config` to another layout of pairs."""
     if interleaved == config.interleaved:
-        return given
-    cosines, sines = jnp.split(given.angles, 2, axis=-1)
+        return rotation
+    cosines, sines = jnp.split(rotation.angles, 2, axis=-1)
     pairs = config.dim // 2
     # Pairs are the inner axis of one layout and the outer axis of the other.
-    now = (pairs, 2) if config.interleaved else (2, pairs)
+    pair_shape = (pairs, 2) if config.interleaved else (2, pairs)
     parts = (
-        x.reshape(*x.shape[:-1], *now).swapaxes(-1, -2).reshape(x.shape) for x in (cosines, sines)
+        x.reshape(*x.shape[:-1], *pair_shape).swapaxes(-1, -2).reshape(x.shape)
+        for x in (cosines, sines)
     )
     return Rotation(jnp.concatenate(list(parts), axis=-1))
 
@@ -288,20 +289,22 @@ def check_config(op: str, config: Any) -> None:
         raise TypeError(f"{op}: config must be a jaxattn.RopeConfig, got {type(config).__name__}")
 
 
-def check_rotation(op: str, given: Rotation, config: RopeConfig, tokens: tuple[int, int]) -> None:
-    """Raises, naming the op, unless `given` is a rotation of `tokens` [B, S] and `config.dim`."""
-    if not isinstance(given, Rotation):
-        found = str(getattr(given, "dtype", type(given).__name__))
+def check_rotation(
+    op: str, rotation: Rotation, config: RopeConfig, tokens: tuple[int, int]
+) -> None:
+    """Raises, naming the op, unless `rotation` is for `tokens` [B, S] and `config.dim`."""
+    if not isinstance(rotation, Rotation):
+        dtype = str(getattr(rotation, "dtype", type(rotation).__name__))
         raise TypeError(
             (
-                f"{op}: rotation must be a result of jaxattn.rotation, got {found} "
-                f"{getattr(given, 'shape', '')}"
+                f"{op}: rotation must be a result of jaxattn.rotation, got {dtype} "
+                f"{getattr(rotation, 'shape', '')}"
             ).rstrip()
         )
-    if given.angles.shape != (*tokens, 2 * config.dim):
+    if rotation.angles.shape != (*tokens, 2 * config.dim):
         raise ValueError(
             f"{op}: rotation must be for positions [B, S] = {[*tokens]} and {config.dim=}, got "
-            f"angles {given.angles.shape}"
+            f"angles {rotation.angles.shape}"
         )
 
 

@@ -143,20 +143,20 @@ class OpArguments:
 
         A traced row with more than S has none.
         """
-        most = tokens.shape[1]
-        but = f"{name} {tokens.shape} has {most} tokens per row"
-        return self.lengths("query_lens", query_lens, most, but)[1]
+        max_length = tokens.shape[1]
+        reason = f"{name} {tokens.shape} has {max_length} tokens per row"
+        return self.lengths("query_lens", query_lens, max_length, reason)[1]
 
     def check_written(
-        self, given: tuple[Any, Any, Any], name: str, tokens: jax.Array, page: int
+        self, row_arguments: tuple[Any, Any, Any], name: str, tokens: jax.Array, page: int
     ) -> jax.Array | None:
         """Checks `query_lens` and the write of `tokens` [B, S, ...], and returns `query_lens`.
 
         Without `query_lens` a row writes all of its S tokens. Traced values are not checked.
 
         Args:
-            given: block_tables, seq_lens and query_lens as the caller passed them; the first two
-                have passed `check_tables`.
+            row_arguments: block_tables, seq_lens and query_lens as the caller passed them; the
+                first two have passed `check_tables`.
             name: Name of `tokens`, for messages.
             page: Number of tokens per page.
 
@@ -166,7 +166,7 @@ class OpArguments:
         Raises:
             TypeError, ValueError: `query_lens` do not fit, or two tokens have one place.
         """
-        tables, lengths, new = given
+        tables, lengths, new = row_arguments
         lengths = lengths.lengths if isinstance(lengths, BoundedLengths) else lengths
         checked = None if new is None else self.check_query_lens(new, name, tokens)
         new = tokens.shape[1] if new is None else new
@@ -177,14 +177,14 @@ class OpArguments:
 
     def check_new(
         self,
-        given: tuple[Any, Any, Any],
+        row_arguments: tuple[Any, Any, Any],
         seq_lens: jax.Array,
         name: str,
         tokens: jax.Array,
         page: int,
     ) -> jax.Array:
         """Does the same as `check_written`, but returns S for each row if `query_lens` is None."""
-        checked = self.check_written(given, name, tokens, page)
+        checked = self.check_written(row_arguments, name, tokens, page)
         return jnp.full_like(seq_lens, tokens.shape[1]) if checked is None else checked
 
     def integers(self, name: str, x: Any, axes: str) -> tuple[Any, jax.Array]:
@@ -228,35 +228,35 @@ class OpArguments:
                         "int32"
                     )
             return known.astype(np.int32)
-        wide = jnp.iinfo(known.dtype)
-        low, high = max(int(wide.min), -MOST - 1), min(int(wide.max), MOST)
+        limits = jnp.iinfo(known.dtype)
+        low, high = max(int(limits.min), -MOST - 1), min(int(limits.max), MOST)
         return jnp.clip(known, low, high).astype(jnp.int32)
 
-    def lengths(self, name: str, x: Any, most: int, but: str) -> tuple[Any, jax.Array]:
-        """Checks lengths of rows [B], from 0 to `most`.
+    def lengths(self, name: str, x: Any, max_length: int, reason: str) -> tuple[Any, jax.Array]:
+        """Checks lengths of rows [B], from 0 to `max_length`.
 
-        Other concrete lengths raise an error with the reason `but`; traced ones become padding.
+        Other concrete lengths raise an error with the `reason`; traced ones become padding.
 
         Returns:
             As `integers`.
         """
         known, lengths = self.integers(name, x, "B")
-        self.check_most(f"{name} {lengths.shape}", known, most, but)
-        checked = isinstance(x, BoundedLengths) and x.most <= most
-        if isinstance(known, jax.core.Tracer) and most < MOST and not checked:
-            # Such a row gets the results of padding. Clipping to `most` would give it numbers.
-            lengths = jnp.where(lengths > most, 0, lengths)
+        self.check_most(f"{name} {lengths.shape}", known, max_length, reason)
+        checked = isinstance(x, BoundedLengths) and x.max_length <= max_length
+        if isinstance(known, jax.core.Tracer) and max_length < MOST and not checked:
+            # Such a row gets the results of padding. Clipping would give it numbers.
+            lengths = jnp.where(lengths > max_length, 0, lengths)
         return known, lengths
 
-    def check_most(self, described: str, lengths: Any, most: int, but: str) -> None:
-        """Raises if concrete lengths are negative or exceed `most`, with the reason `but`."""
+    def check_most(self, label: str, lengths: Any, max_length: int, reason: str) -> None:
+        """Raises if concrete lengths are negative or exceed `max_length`, with the `reason`."""
         if isinstance(lengths, jax.core.Tracer):
             return
-        if (longest := int(np.asarray(lengths).max())) > most:
-            raise ValueError(f"{self.op}: {described} holds {longest}, but {but}")
+        if (longest := int(np.asarray(lengths).max())) > max_length:
+            raise ValueError(f"{self.op}: {label} holds {longest}, but {reason}")
         if (shortest := int(np.asarray(lengths).min())) < 0:
             raise ValueError(
-                f"{self.op}: {described} holds {shortest}, but lengths must be at least 0; a "
+                f"{self.op}: {label} holds {shortest}, but lengths must be at least 0; a "
                 "padding row has 0"
             )
 

@@ -21,17 +21,17 @@ MOST_FLOAT32 = float(np.finfo(np.float32).max)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BoundedLengths:
-    """Lengths of rows that are known to be at most `most`.
+    """Lengths of rows that are known to be at most `max_length`.
 
     Ops accept them for `seq_lens`, because otherwise each layer would check traced lengths.
 
     Attributes:
         lengths: int32 [B].
-        most: Number of tokens that a row's table can hold.
+        max_length: Number of tokens that a row's table can hold.
     """
 
     lengths: Array
-    most: int = dataclasses.field(metadata={"static": True})
+    max_length: int = dataclasses.field(metadata={"static": True})
 
 
 def keep_concrete(x: Any) -> Any:

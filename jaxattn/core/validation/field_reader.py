@@ -45,24 +45,24 @@ class FieldReader(abc.ABC):
         got = short_repr(self.values.get(field) if value is _OWN else value)
         return self.error(field, f"{self.name(field)} {rule}; got {got}")
 
-    def wrong(self, field: str, wanted: str) -> Exception:
-        return self.refused(field, f"must be {wanted}")
+    def wrong(self, field: str, expected: str) -> Exception:
+        return self.refused(field, f"must be {expected}")
 
     def checked[T](
-        self, field: str, value: Any, rule: Callable[[str, Any], T], wanted: str | None = None
+        self, field: str, value: Any, rule: Callable[[str, Any], T], expected: str | None = None
     ) -> T:
         """Returns the value of a field, as a rule returns it.
 
         Args:
             rule: Function of the field's name and the value.
-            wanted: Description of valid values, instead of the rule's.
+            expected: Description of valid values, instead of the rule's.
         """
         try:
             return rule(self.name(field), value)
         except ValueError as refusal:
-            if wanted is None:
+            if expected is None:
                 raise self.error(field, str(refusal)) from None
-            raise self.refused(field, f"must be {wanted}", value) from None
+            raise self.refused(field, f"must be {expected}", value) from None
 
     def of(self, field: str, values: Mapping[str, Any]) -> Self:
         """Returns the reader of an object inside a field."""
@@ -73,11 +73,11 @@ class OptionalFields(FieldReader):
     """Fields that may all be missing; null counts as missing."""
 
     def optional[T](
-        self, field: str, rule: Callable[[str, Any], T], wanted: str | None = None
+        self, field: str, rule: Callable[[str, Any], T], expected: str | None = None
     ) -> T | None:
         """Returns the result of the rule, or None."""
         value = self.values.get(field)
-        return None if value is None else self.checked(field, value, rule, wanted)
+        return None if value is None else self.checked(field, value, rule, expected)
 
     def given(self, field: str) -> bool:
         """Returns whether the field has a value."""
@@ -94,13 +94,13 @@ class OptionalFields(FieldReader):
         return self.optional(field, Integer(least, most))
 
     def number(
-        self, field: str, least: float, most: float, wanted: str | None = None
+        self, field: str, least: float, most: float, expected: str | None = None
     ) -> float | None:
-        return self.optional(field, Number(least, most), wanted)
+        return self.optional(field, Number(least, most), expected)
 
-    def items[T](self, field: str, items: ListOf[T], wanted: str | None = None) -> tuple[T, ...]:
+    def items[T](self, field: str, items: ListOf[T], expected: str | None = None) -> tuple[T, ...]:
         """Returns a list, which is empty if the field is missing."""
-        return self.optional(field, items, wanted) or ()
+        return self.optional(field, items, expected) or ()
 
     def object(self, field: str) -> Self:
         """Returns the fields of an object, which is empty if the field is missing."""

@@ -35,34 +35,35 @@ def check_pages(
         )
 
 
-def check_write_conflicts(op: str, tables: Any, lengths: Any, new: Any, page: int) -> None:
+def check_write_conflicts(op: str, tables: Any, lengths: Any, num_new: Any, page: int) -> None:
     """Raises ValueError if a row writes a token to the place of another token, its own or not.
 
     Pages that are only read may be shared.
 
     Args:
         tables, lengths: Arrays that `check_pages` has accepted.
-        new: Number of tokens written at the end of each row, or of all rows.
+        num_new: Number of tokens written at the end of each row, or of all rows.
     """
-    if any(isinstance(x, jax.core.Tracer) for x in (tables, lengths, new)):
+    if any(isinstance(x, jax.core.Tracer) for x in (tables, lengths, num_new)):
         return
-    tables, lengths, new = (np.asarray(x).astype(np.int64) for x in (tables, lengths, new))
+    tables, lengths, num_new = (np.asarray(x).astype(np.int64) for x in (tables, lengths, num_new))
     first = np.arange(tables.shape[1]) * page
-    held = np.clip(lengths[:, None] - first, 0, page)  # number of tokens in each page
-    begin = np.maximum((lengths - new)[:, None] - first, 0)  # the first written place
-    owned, written = held > 0, begin < held
-    shared = owned & np.isin(tables, tables[written])
-    pages, counts = np.unique(tables[shared], return_counts=True)
+    tokens_per_page = np.clip(lengths[:, None] - first, 0, page)  # number of tokens in each page
+    first_written = np.maximum((lengths - num_new)[:, None] - first, 0)  # the first written place
+    is_used, is_written = tokens_per_page > 0, first_written < tokens_per_page
+    is_shared = is_used & np.isin(tables, tables[is_written])
+    pages, counts = np.unique(tables[is_shared], return_counts=True)
     for number in pages[counts > 1]:
-        entries = np.argwhere(shared & (tables == number))
-        for row, column in entries[written[tuple(entries.T)]]:
-            place = begin[row, column]
-            others = entries[held[tuple(entries.T)] > place]
-            others = others[(others != (row, column)).any(axis=1)]
-            if len(others):
-                other, there = others[0]
+        entries = np.argwhere(is_shared & (tables == number))
+        for row, column in entries[is_written[tuple(entries.T)]]:
+            offset = first_written[row, column]
+            conflicts = entries[tokens_per_page[tuple(entries.T)] > offset]
+            conflicts = conflicts[(conflicts != (row, column)).any(axis=1)]
+            if len(conflicts):
+                other, other_column = conflicts[0]
                 raise ValueError(
-                    f"{op}: row {row} writes its token {first[column] + place} to page {number}, "
-                    f"place {place}, where row {other} has its token {first[there] + place}; rows "
-                    "must not share the pages that they write to"
+                    f"{op}: row {row} writes its token {first[column] + offset} to page {number}, "
+                    f"place {offset}, where row {other} has its token "
+                    f"{first[other_column] + offset}; rows must not share the pages that "
+                    "they write to"
                 )

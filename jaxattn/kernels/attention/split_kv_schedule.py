@@ -120,9 +120,9 @@ class Schedule:
         """Returns the schedule with these cuts, which determine the slots of partial results."""
         # A row that is split is at its own place, so the following arrays are indexed by row.
         row = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        starts, begun = places[:-1], pages[:-1]
-        by_its_start = (starts < row) | ((starts == row) & (begun == 0))
-        first = jnp.sum(by_its_start, axis=1, dtype=jnp.int32) - 1
+        starts, first_pages = places[:-1], pages[:-1]
+        starts_before = (starts < row) | ((starts == row) & (first_pages == 0))
+        first = jnp.sum(starts_before, axis=1, dtype=jnp.int32) - 1
         last = jnp.sum(starts <= row, axis=1, dtype=jnp.int32) - 1
         number = jnp.where(last > first, last - first + 1, 0)
         # A part's first piece is its partial result 0, another piece its partial result 1.
@@ -141,8 +141,8 @@ class Schedule:
     def slot_of(slots: Any, index: Any) -> Any:
         """The slot of the partial result of a row's piece `index`; `slots` are the row's three or
         four numbers in the schedule's `slots`."""
-        apart = slots[3] if len(slots) > 3 else 2
-        return jnp.where(index == 0, slots[0], slots[2] + apart * index)
+        slot_stride = slots[3] if len(slots) > 3 else 2
+        return jnp.where(index == 0, slots[0], slots[2] + slot_stride * index)
 
 
 def copies_of(page_size: int) -> int:
@@ -240,42 +240,46 @@ def assign_whole_rows(cost: jax.Array, parts: int) -> tuple[jax.Array, jax.Array
     """
     place = jnp.arange(cost.shape[0], dtype=jnp.int32)
     part = jnp.arange(parts + 1, dtype=jnp.int32)
-    real = (cost > 0).astype(jnp.int32)
-    number = jnp.sum(real, dtype=jnp.int32)
+    has_tokens = (cost > 0).astype(jnp.int32)
+    number = jnp.sum(has_tokens, dtype=jnp.int32)
     # With at most one row per part the rows keep the batch's order, as in a batch of no more rows
     # than parts.
-    ranked = jnp.argsort(-jnp.where(number > parts, cost, real), stable=True).astype(jnp.int32)
-    turns, more = number // parts, number % parts
-    in_last_turn = jnp.where(turns % 2 == 0, part, part - (parts - more))
-    firsts = part * turns + jnp.clip(in_last_turn, 0, more)
-    mine = jnp.sum(firsts[1:] <= place[:, None], axis=1, dtype=jnp.int32)
-    turn = place - firsts[mine]
-    rank = turn * parts + jnp.where(turn % 2 == 0, mine, parts - 1 - mine)
+    ranked = jnp.argsort(-jnp.where(number > parts, cost, has_tokens), stable=True).astype(
+        jnp.int32
+    )
+    num_rounds, num_left = number // parts, number % parts
+    rank_in_last_round = jnp.where(num_rounds % 2 == 0, part, part - (parts - num_left))
+    firsts = part * num_rounds + jnp.clip(rank_in_last_round, 0, num_left)
+    part_of_place = jnp.sum(firsts[1:] <= place[:, None], axis=1, dtype=jnp.int32)
+    round_index = place - firsts[part_of_place]
+    rank = round_index * parts + jnp.where(
+        round_index % 2 == 0, part_of_place, parts - 1 - part_of_place
+    )
     return ranked[jnp.where(place < number, rank, place)], firsts
 
 
-def _worth(pages: jax.Array, rows: jax.Array | int, least: SplitThresholds) -> jax.Array:
+def _worth(pages: jax.Array, rows: jax.Array | int, thresholds: SplitThresholds) -> jax.Array:
     """Returns the number of parts that the pages of the rows pay for."""
-    few = jnp.minimum(pages // least.short, least.pieces * rows)
-    return jnp.maximum(pages // least.part, few)
+    short_parts = jnp.minimum(pages // thresholds.short, thresholds.pieces * rows)
+    return jnp.maximum(pages // thresholds.part, short_parts)
 
 
-def _apart(pages: jax.Array, wanted: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (place, page) where each part begins if rows have up to `wanted` equal pieces, one
-    part each; there must be no more pieces than parts."""
+def _apart(pages: jax.Array, num_pieces: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (place, page) where each part begins if rows have up to `num_pieces` equal pieces,
+    one part each; there must be no more pieces than parts."""
     batch = pages.shape[0]
-    wanted = jnp.maximum(wanted, 1)
-    piece = jnp.maximum((pages + wanted - 1) // wanted, 1)
-    number = (pages + piece - 1) // piece
-    rows, into = _inside(jnp.cumsum(number), number, part)
-    return rows, jnp.where(rows < batch, into * piece[jnp.minimum(rows, batch - 1)], 0)
+    num_pieces = jnp.maximum(num_pieces, 1)
+    piece = jnp.maximum((pages + num_pieces - 1) // num_pieces, 1)
+    pieces_per_row = (pages + piece - 1) // piece
+    rows, piece_index = _inside(jnp.cumsum(pieces_per_row), pieces_per_row, part)
+    return rows, jnp.where(rows < batch, piece_index * piece[jnp.minimum(rows, batch - 1)], 0)
 
 
-def _inside(end: jax.Array, length: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the row that contains each position `at` of a line, B where none is left, by counting
-    the rows before it, and the offset in the row. The rows have these lengths and ends."""
-    rows = jnp.sum(end <= at[:, None], axis=1, dtype=jnp.int32)
-    return rows, at - (end - length)[jnp.minimum(rows, end.shape[0] - 1)]
+def _inside(end: jax.Array, length: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the row that contains each of `positions` of a line, B where none is left, by
+    counting the rows before it, and the offset in the row. The rows have these lengths and ends."""
+    rows = jnp.sum(end <= positions[:, None], axis=1, dtype=jnp.int32)
+    return rows, positions - (end - length)[jnp.minimum(rows, end.shape[0] - 1)]
 
 
 @jax.named_scope("mla_schedule")
@@ -287,16 +291,16 @@ def make_schedule(
     row_cost: int,
     merge_cost: int,
     pieces: int = 0,
-    least: SplitThresholds = OF_MANY_ROWS,
-    least_piece: int = 1,
-    longer: int | None = None,
+    thresholds: SplitThresholds = OF_MANY_ROWS,
+    min_piece: int = 1,
+    excess_divisor: int | None = None,
 ) -> Schedule:
     """Divides the pages of all rows into `parts`. With `pieces` each row is split into up to
     `pieces` equal pieces, one part each, and with more rows than parts no row is split.
 
-    A part has at least the pages that `least` requires. Where rows are split into equal pieces, a
-    piece has `least_piece` pages or is a row's last. With `longer` a piece may be longer than a
-    part's share by one part in `longer`.
+    A part has at least the pages that `thresholds` requires. Where rows are split into equal
+    pieces, a piece has `min_piece` pages or is a row's last. With `excess_divisor` a piece may be
+    longer than a part's share by one part in `excess_divisor`.
     No part has a row without tokens: the others are split in the same way with and without it.
     """
     batch = seq_lens.shape[0]
@@ -312,30 +316,31 @@ def make_schedule(
 
     part = jnp.arange(parts + 1, dtype=jnp.int32)
     if pieces:
-        wanted = jnp.clip(_worth(pages, 1, least), 1, pieces)
-        rows, begun = _apart(pages, wanted, part)
-        return Schedule.of(rows, begun, batch, max_pages)
+        max_row_pieces = jnp.clip(_worth(pages, 1, thresholds), 1, pieces)
+        rows, first_pages = _apart(pages, max_row_pieces, part)
+        return Schedule.of(rows, first_pages, batch, max_pages)
 
     end = jnp.cumsum(cost)
     total = end[-1]
     number = jnp.sum(real, dtype=jnp.int32)
-    used = jnp.clip(_worth(total, number, least), 1, parts)
+    used = jnp.clip(_worth(total, number, thresholds), 1, parts)
     size = (total + used - 1) // used
     rows, into = _inside(end, cost, jnp.minimum(part * size, total))
-    begun = jnp.maximum(into - row_cost, 0)
-    begun = jnp.where(rows < batch, begun, 0)
+    first_pages = jnp.maximum(into - row_cost, 0)
+    first_pages = jnp.where(rows < batch, first_pages, 0)
 
     # Candidates for the pages of a piece, at most a part's share and the cost of a row. The first
     # one for which there are enough parts is taken.
     longest_piece = size - row_cost + jnp.arange(row_cost + 1, dtype=jnp.int32)
-    if longer is not None:
-        longest_piece = jnp.append(longest_piece, size + size // longer)
-    longest_piece = jnp.maximum(longest_piece, least_piece)
+    if excess_divisor is not None:
+        longest_piece = jnp.append(longest_piece, size + size // excess_divisor)
+    longest_piece = jnp.maximum(longest_piece, min_piece)
     number = (pages[:, None] + longest_piece - 1) // longest_piece
     fits = jnp.sum(number, axis=0, dtype=jnp.int32) <= used
-    alike = _apart(pages, number[:, jnp.argmax(fits)], part)
-    rows, begun = (
-        jnp.where(jnp.any(fits), x, y) for x, y in zip(alike, (rows, begun), strict=True)
+    equal_split = _apart(pages, number[:, jnp.argmax(fits)], part)
+    rows, first_pages = (
+        jnp.where(jnp.any(fits), x, y)
+        for x, y in zip(equal_split, (rows, first_pages), strict=True)
     )
 
     slack = size // WHOLE_ROWS_SLACK
@@ -353,5 +358,5 @@ def make_schedule(
     whole = longest <= size + slack
     if order is not None:
         order = jnp.where(whole, order, jnp.arange(batch, dtype=jnp.int32))
-    places, begun = jnp.where(whole, firsts, rows), jnp.where(whole, 0, begun)
-    return Schedule.of(places, begun, batch, max_pages, order)
+    places, first_pages = jnp.where(whole, firsts, rows), jnp.where(whole, 0, first_pages)
+    return Schedule.of(places, first_pages, batch, max_pages, order)

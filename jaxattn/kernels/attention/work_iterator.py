@@ -52,7 +52,7 @@ class WorkIterator:
         layer: The layer of the cache.
         index: The index of the part.
         order_ref: `Schedule.order` [B], or None.
-        made_of_ref: `Schedule.seq_lens` [B], or None.
+        scheduled_lens_ref: `Schedule.seq_lens` [B], or None.
     """
 
     begin: tuple[jax.Array, jax.Array]
@@ -63,7 +63,7 @@ class WorkIterator:
     layer: jax.Array
     index: jax.Array
     order_ref: Any
-    made_of_ref: Any
+    scheduled_lens_ref: Any
 
     stride = 1  # distance between the part's places
 
@@ -73,7 +73,7 @@ class WorkIterator:
         begin, end = ((refs.cuts_ref[0, i], refs.cuts_ref[1, i]) for i in (index, index + 1))
         return cls(
             begin, end, refs.lens_ref, refs.table_ref, refs.kv_ref, refs.layer_ref[0], index,
-            refs.order_ref, refs.made_of_ref,
+            refs.order_ref, refs.scheduled_lens_ref,
         )  # fmt: skip
 
     @property
@@ -102,7 +102,11 @@ class WorkIterator:
         """Whether the schedule was made for the row's length; None: it was made from this call's
         lengths."""
         row = self.some_row(row)
-        return None if self.made_of_ref is None else self.lens_ref[row] == self.made_of_ref[row]
+        return (
+            None
+            if self.scheduled_lens_ref is None
+            else self.lens_ref[row] == self.scheduled_lens_ref[row]
+        )
 
     def pages_of(self, row: jax.Array) -> jax.Array:
         """Returns the row's pages, 0 if the schedule was made for another length."""
@@ -112,10 +116,10 @@ class WorkIterator:
     def pages_in(self, length: jax.Array) -> jax.Array:
         return jnp.minimum(lax.div(length + PAGE - 1, PAGE), self.max_pages)
 
-    def _stop_of(self, place: SchedulePosition) -> jax.Array:
+    def _stop_of(self, position: SchedulePosition) -> jax.Array:
         # Not beyond the row: if the cuts do not tell their lengths, the row may have fewer pages.
-        pages, (last_place, last_page) = self.pages_of(place.row), self.end
-        return jnp.where(place.number == last_place, jnp.minimum(last_page, pages), pages)
+        pages, (last_place, last_page) = self.pages_of(position.row), self.end
+        return jnp.where(position.number == last_place, jnp.minimum(last_page, pages), pages)
 
     def each_piece(self, piece: Any, carry: Any = ()) -> Any:
         """Runs carry = piece(place, first page, pages, carry) for each piece; returns the last
@@ -123,12 +127,12 @@ class WorkIterator:
         (first_place, first_page), (last_place, last_page) = self.begin, self.end
 
         def each(i, carry):
-            place = self.place(first_place + (i if self.stride == 1 else i * self.stride))
+            position = self.place(first_place + (i if self.stride == 1 else i * self.stride))
             start = jnp.where(i == 0, first_page, 0)
-            steps = jnp.maximum(self._stop_of(place) - start, 0)
-            there = (steps > 0).astype(jnp.int32)
+            steps = jnp.maximum(self._stop_of(position) - start, 0)
+            has_pages = (steps > 0).astype(jnp.int32)
             return lax.fori_loop(
-                0, there, lambda _, carry: piece(place, start, steps, carry), carry
+                0, has_pages, lambda _, carry: piece(position, start, steps, carry), carry
             )
 
         places = last_place - first_place
@@ -141,28 +145,28 @@ class WorkIterator:
         """Returns (place, first page, pages) where the part begins; the number of pages may be
         0."""
         number, page = self.begin
-        place = self.place(number)
-        return place, page, jnp.maximum(self._stop_of(place) - page, 0)
+        position = self.place(number)
+        return position, page, jnp.maximum(self._stop_of(position) - page, 0)
 
     def first(self) -> Any:
         """Returns the first page: (place, page, the piece's stop). There is none if page >=
         stop."""
         number, page = self.begin
-        place = self.place(number)
-        return self.settle((place, page, self._stop_of(place)))
+        position = self.place(number)
+        return self.settle((position, page, self._stop_of(position)))
 
-    def settle(self, at: Any) -> Any:
-        """Returns `at`, or the first page of a later piece if its piece has no such page."""
+    def settle(self, location: Any) -> Any:
+        """Returns `location`, or the first page of a later piece if its piece has no such page."""
 
-        def passed(at):
-            place, page, stop = at
-            return (page >= stop) & (place.number < self.end[0])
+        def passed(location):
+            position, page, stop = location
+            return (page >= stop) & (position.number < self.end[0])
 
-        def next_piece(at):
-            place = self.place(at[0].number + self.stride)
-            return place, jnp.int32(0), self._stop_of(place)
+        def next_piece(location):
+            position = self.place(location[0].number + self.stride)
+            return position, jnp.int32(0), self._stop_of(position)
 
-        return lax.while_loop(passed, next_piece, at)
+        return lax.while_loop(passed, next_piece, location)
 
     def partial_slot(self, row: jax.Array) -> jax.Array:
         """Returns the slot of the partial result of the row's piece."""
@@ -170,19 +174,19 @@ class WorkIterator:
         return 2 * self.index + (row != self.begin[0]).astype(jnp.int32)
 
     def write_lse(
-        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, whole: jax.Array,
+        self, lse_ref: Any, partial_lse_ref: Any, columns: Any, row: jax.Array, is_whole: jax.Array,
         lse: jax.Array,
     ) -> None:  # fmt: skip
         """Writes the LSE of a whole row, or, if there are partial results, that of a piece to its
         slot."""
 
-        @pl.when(whole)
+        @pl.when(is_whole)
         def _whole():
             store(lse_ref.at[row, columns], lse)
 
         if partial_lse_ref is not None:
 
-            @pl.when(jnp.logical_not(whole))
+            @pl.when(jnp.logical_not(is_whole))
             def _piece():
                 store(partial_lse_ref.at[self.partial_slot(row), columns], lse)
 
@@ -203,15 +207,15 @@ class WorkIterator:
     def sources(self, numbers: list[jax.Array], page: jax.Array) -> list[Any]:
         """Returns the page's tokens in the cache, one box for each contiguous run of them."""
         tokens = min(self.page_size, PAGE)
-        inside = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
-        some = pl.ds(inside, tokens)
-        return [self.kv_ref.at[self.layer, number, some] for number in numbers]
+        page_offset = lax.rem(page, self.page_size // PAGE) * PAGE if self.page_size > PAGE else 0
+        tokens_slice = pl.ds(page_offset, tokens)
+        return [self.kv_ref.at[self.layer, number, tokens_slice] for number in numbers]
 
 
-def nothing_or_nan(nothing: float, known: jax.Array | None, dtype: Any) -> jax.Array:
+def nothing_or_nan(empty_value: float, known: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns the result of a row without keys; NaN if `known` is False, because the schedule has
     another length."""
-    value = jnp.float32(nothing)
+    value = jnp.float32(empty_value)
     return (value if known is None else jnp.where(known, value, jnp.nan)).astype(dtype)
 
 

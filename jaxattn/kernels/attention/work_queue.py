@@ -34,27 +34,28 @@ class WorkQueue:
     """The items of a CTA.
 
     Args:
-        drawn: int32 or uint32 [1] in global memory, the number of items drawn so far: 0 when the
+        counter: int32 or uint32 [1] in global memory, the number of items drawn so far: 0 when the
             kernel starts, and again when it has ended.
         refs: The refs of `scratch`.
-        first, blocks, items: The index of the CTA, and the numbers of CTAs and items.
+        first_item, blocks, items: The index of the CTA, and the numbers of CTAs and items.
         in_order: Whether a CTA's first item is drawn as well. Then only running CTAs have items,
             and no item waits for an earlier one of a CTA that has not started.
     """
 
     def __init__(
         self,
-        drawn: Any,
+        counter: Any,
         refs: Any,
-        first: Any,
+        first_item: Any,
         *,
         blocks: int,
         items: int,
         in_order: bool = False,
         interpret: bool,
     ):
-        self.drawn, (self.smem, self.posted, self.taken) = drawn, refs
-        self.first, self.blocks, self.items, self.interpret = first, blocks, items, interpret
+        self.counter, (self.smem, self.posted, self.taken) = counter, refs
+        self.first_item, self.blocks, self.items = first_item, blocks, items
+        self.interpret = interpret
         self.in_order = in_order
 
     def each(self, draws: bool, do: Any, carry: Any) -> Any:
@@ -62,50 +63,50 @@ class WorkQueue:
         them."""
 
         def step(state: Any) -> Any:
-            item, turn, carry = state
+            item, draw_index, carry = state
             carry = do(item, carry)
-            at = lax.rem(turn, jnp.int32(POSTED))
-            item = self._draw(item + self.blocks, turn, at) if draws else self._take(at)
-            return item, turn + 1, carry
+            slot = lax.rem(draw_index, jnp.int32(POSTED))
+            item = self._draw(item + self.blocks, draw_index, slot) if draws else self._take(slot)
+            return item, draw_index + 1, carry
 
-        item = self.first
+        item = self.first_item
         if self.in_order:
             item = self._draw(item, jnp.int32(0), 0) if draws else self._take(0)
         state = (item, jnp.int32(self.in_order), carry)
-        _, turns, carry = lax.while_loop(lambda state: state[0] < self.items, step, state)
+        _, num_draws, carry = lax.while_loop(lambda state: state[0] < self.items, step, state)
         if draws:
             # A thread that waits on a barrier must observe each of its completions.
-            @pl.loop(jnp.maximum(turns - POSTED, 0), turns)
-            def _(turn: jax.Array) -> None:
-                plgpu.barrier_wait(self.taken.at[lax.rem(turn, jnp.int32(POSTED))])
+            @pl.loop(jnp.maximum(num_draws - POSTED, 0), num_draws)
+            def _(draw_index: jax.Array) -> None:
+                plgpu.barrier_wait(self.taken.at[lax.rem(draw_index, jnp.int32(POSTED))])
 
         return carry
 
-    def _take(self, at: Any) -> jax.Array:
-        plgpu.barrier_wait(self.posted.at[at])
-        item = self.smem[at]
-        plgpu.barrier_arrive(self.taken.at[at])
+    def _take(self, slot: Any) -> jax.Array:
+        plgpu.barrier_wait(self.posted.at[slot])
+        item = self.smem[slot]
+        plgpu.barrier_arrive(self.taken.at[slot])
         return item
 
-    def _draw(self, plain_item: Any, turn: Any, at: Any) -> jax.Array:
-        pl.when(turn >= POSTED)(lambda: plgpu.barrier_wait(self.taken.at[at]))
+    def _draw(self, plain_item: Any, draw_index: Any, slot: Any) -> jax.Array:
+        pl.when(draw_index >= POSTED)(lambda: plgpu.barrier_wait(self.taken.at[slot]))
         if self.interpret:  # the interpreter has no atomic operations
-            self.smem[at] = plain_item
+            self.smem[slot] = plain_item
         else:
             plain = plgpu.RefType()
             draw = plgpu.inline_mgpu(arg_types=(plain, plain))(self._count_on)
-            draw(self.drawn, self.smem.at[pl.ds(at, 1)])
+            draw(self.counter, self.smem.at[pl.ds(slot, 1)])
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.posted.at[at])
-        return self.smem[at]
+        plgpu.barrier_arrive(self.posted.at[slot])
+        return self.smem[slot]
 
-    def _count_on(self, ctx: Any, drawn: Any, smem: Any) -> None:
+    def _count_on(self, ctx: Any, counter: Any, smem: Any) -> None:
         del ctx
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
-            place = utils.memref_ptr(drawn)
+            counter_pointer = utils.memref_ptr(counter)
             # Each CTA draws until nothing is left, once too often: 0 follows the last number.
             draw = "atom.global.inc.u32 $0, [$1], $2;"
-            given = 0 if self.in_order else self.blocks  # without a draw
-            last = word(self.items - given + self.blocks - 1)
-            (number,) = asm(draw, [i32()], [place, last], "=r,l,r,~{memory}")
-            llvm.store(plus(number, word(given)), pointer(smem, word(0)))
+            first_drawn = 0 if self.in_order else self.blocks  # without a draw
+            last = word(self.items - first_drawn + self.blocks - 1)
+            (number,) = asm(draw, [i32()], [counter_pointer, last], "=r,l,r,~{memory}")
+            llvm.store(plus(number, word(first_drawn)), pointer(smem, word(0)))

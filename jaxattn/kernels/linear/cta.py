@@ -36,7 +36,7 @@ class LinearConfig:
         columns: Tokens, rounded up to 8.
         steps: Steps of K.
         sizes: N of each result.
-        behind: Numbers of x, and of a result, that follow those of a head.
+        num_rotated_dims: Numbers of x, and of a result, that follow those of a head.
         split: Whether each result has its own K numbers of x, in order.
     """
 
@@ -49,7 +49,7 @@ class LinearConfig:
     affine: tuple[int, int]
     gated: bool
     heads: int
-    behind: int
+    num_rotated_dims: int
     split: bool
     interpret: bool
 
@@ -76,7 +76,7 @@ class LinearRefs:
     sums_smem: Any  # [matrix, columns, 128]
     turn_smem: Any
     loaded: Any  # full barriers
-    met: Any
+    cluster_barrier: Any
     added_ref: Any = None  # for a norm, as those below
     norms_ref: Any = None
     positions_ref: Any = None
@@ -93,11 +93,11 @@ class LinearCta:
     def __init__(
         self,
         cut: LinearConfig,
-        turned: RopeEpilogueParams | None,
+        rope: RopeEpilogueParams | None,
         normed: RmsNormPrologueParams | None,
         refs: LinearRefs,
     ):
-        self.cut, self.turned, self.refs = cut, turned, refs
+        self.cut, self.rope, self.refs = cut, rope, refs
         layer = refs.layer_ref[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
@@ -108,18 +108,22 @@ class LinearCta:
             head = lax.div(self.tile, cut.tiles[0])
             self.tile = lax.rem(self.tile, cut.tiles[0])
             self.layer = self.layer * cut.heads + head
-            self.of_x = head * (cut.steps * STEP + cut.behind)
-            self.of_out = head * (cut.sizes[0] + cut.behind)
-        one = cut.parts == 1
-        self.part = jnp.int32(0) if one else cluster_block_index(cut.parts, interpret=cut.interpret)
-        self.begin, end = (lax.div((self.part + more) * cut.steps, cut.parts) for more in (0, 1))
+            self.of_x = head * (cut.steps * STEP + cut.num_rotated_dims)
+            self.of_out = head * (cut.sizes[0] + cut.num_rotated_dims)
+        is_unsplit = cut.parts == 1
+        self.part = (
+            jnp.int32(0) if is_unsplit else cluster_block_index(cut.parts, interpret=cut.interpret)
+        )
+        self.begin, end = (
+            lax.div((self.part + offset) * cut.steps, cut.parts) for offset in (0, 1)
+        )
         self.mine = end - self.begin
         # For each result the tile's index, and its first column: the last tile ends with N.
-        self.places, before = [], 0
+        self.places, first_tile = [], 0
         for size, tiles in zip(cut.sizes, cut.tiles, strict=True):
-            number = self.tile - before
+            number = self.tile - first_tile
             self.places.append((number, jnp.minimum(number * ROWS, size - ROWS)))
-            before += tiles
+            first_tile += tiles
         if cut.split:
             later = [jnp.where(number >= 0, 1, 0) for number, _ in self.places[1:]]
             self.of_x = sum(later, jnp.int32(0)) * (cut.steps * STEP)
@@ -181,7 +185,7 @@ class LinearCta:
     def _sync_tile(self) -> None:
         """Synchronizes the CTAs that share the tile."""
         if self.cut.parts > 1:
-            cluster_barrier(self.refs.met, interpret=self.cut.interpret)
+            cluster_barrier(self.refs.cluster_barrier, interpret=self.cut.interpret)
         else:
             warpgroup_barrier(interpret=self.cut.interpret)
 
@@ -196,17 +200,19 @@ class LinearCta:
     def _load(self, step: Any) -> None:
         cut, refs = self.cut, self.refs
         slot, first = lax.rem(step, cut.stages), (self.begin + step) * STEP
-        some = pl.ds(pl.multiple_of(first, STEP), STEP)
-        own = cut.heads > 1 or cut.split
-        of_x = pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if own else some
-        there = refs.loaded.at[slot]
+        step_columns = pl.ds(pl.multiple_of(first, STEP), STEP)
+        is_own_columns = cut.heads > 1 or cut.split
+        of_x = (
+            pl.ds(pl.multiple_of(self.of_x + first, STEP), STEP) if is_own_columns else step_columns
+        )
+        barrier = refs.loaded.at[slot]
         if not self.norm:
             tokens = refs.x_ref.at[pl.ds(self.zero, cut.columns), of_x]
-            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], there)
+            plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], barrier)
 
-        def of_matrix(matrix: int, place: int, first: Any) -> None:
-            source = refs.weights_refs[matrix].at[self.layer, some, pl.ds(first, ROWS)]
-            plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot, place], there)
+        def of_matrix(matrix: int, buffer: int, first: Any) -> None:
+            source = refs.weights_refs[matrix].at[self.layer, step_columns, pl.ds(first, ROWS)]
+            plgpu.copy_gmem_to_smem(source, refs.w_smem.at[slot, buffer], barrier)
 
         for result, (_, column) in enumerate(self.places):
             self._when_in_result(result, partial(of_matrix, result, 0, column))
@@ -235,17 +241,17 @@ class LinearCta:
 
         return [acc[...] for acc in accs]
 
-    def _rows_of(self, place: int, token: Any) -> list[jax.Array]:
+    def _rows_of(self, matrix: int, token: Any) -> list[jax.Array]:
         """Returns a token's sums from each CTA."""
         cut, refs = self.cut, self.refs
         rows = []
         for other in range(cut.parts):
             if refs.cluster_sums_ref is not None:
-                source = refs.cluster_sums_ref.at[other, self.number, place]
+                source = refs.cluster_sums_ref.at[other, self.number, matrix]
             elif cut.parts > 1:
-                source = plgpu.cluster_ref(refs.sums_smem.at[place], {"part": jnp.int32(other)})
+                source = plgpu.cluster_ref(refs.sums_smem.at[matrix], {"part": jnp.int32(other)})
             else:
-                source = refs.sums_smem.at[place]
+                source = refs.sums_smem.at[matrix]
             rows.append(plgpu.load(source.at[token], layout=ROW, optimized=False))
         return rows
 
@@ -258,18 +264,18 @@ class LinearCta:
             bias: The bias of the products, or None.
         """
         cut = self.cut
-        many = range(1 + cut.gated)
+        matrices = range(1 + cut.gated)
         for start in range(0, cut.tokens, TOGETHER * cut.parts):
             end = min(start + TOGETHER * cut.parts, cut.tokens)
             mine = [self.part + token for token in range(start, end, cut.parts)]
             rows = [
-                [self._rows_of(place, jnp.minimum(token, cut.columns - 1)) for place in many]
+                [self._rows_of(place, jnp.minimum(token, cut.columns - 1)) for place in matrices]
                 for token in mine
             ]
-            for token, parts_of in zip(mine, rows, strict=True):
-                y, *up = (sum(each[1:], each[0]) for each in parts_of)
+            for token, matrix_rows in zip(mine, rows, strict=True):
+                y, *up = (sum(rows_of_parts[1:], rows_of_parts[0]) for rows_of_parts in matrix_rows)
                 if factor is not None:
-                    y, *up = (each * factor for each in (y, *up))
+                    y, *up = (rows_of_parts * factor for rows_of_parts in (y, *up))
                 if cut.gated:
                     y = y * (1 / (1 + jnp.exp(-y))) * up[0]
                 if bias is not None:
@@ -280,15 +286,15 @@ class LinearCta:
         cut, out = self.cut, self.refs.out_refs[result]
         first = self.of_out + first if cut.heads > 1 else first
         out.at[token, pl.ds(first, ROWS)][...] = y.astype(out.dtype)
-        if self.turned is not None:
+        if self.rope is not None:
             last = self.tile == cut.tiles[0] - 1
-            pl.when(last)(partial(self._turn, self.turned, out, token, y))
+            pl.when(last)(partial(self._turn, self.rope, out, token, y))
 
-    def _turn(self, turned: RopeEpilogueParams, out: Any, token: Any, y: jax.Array) -> None:
+    def _turn(self, rope: RopeEpilogueParams, out: Any, token: Any, y: jax.Array) -> None:
         cut, refs = self.cut, self.refs
         turn = RopeEpilogue(
             x=refs.x_ref, angles=refs.angles_ref, smem=refs.turn_smem,
-            interleaved=turned.interleaved, interpret=cut.interpret,
+            interleaved=rope.interleaved, interpret=cut.interpret,
         )  # fmt: skip
-        after_x = self.of_x + cut.steps * STEP + cut.behind
-        turn.store(out, y, token, after_x, self.of_out + cut.sizes[0] + cut.behind)
+        first_rotated = self.of_x + cut.steps * STEP + cut.num_rotated_dims
+        turn.store(out, y, token, first_rotated, self.of_out + cut.sizes[0] + cut.num_rotated_dims)

@@ -147,7 +147,7 @@ def linears_fp8_mosaic(
         raise Refusal(f"{OP}: {why}")
     cut = LinearConfig(
         parts=parts, stages=stages, tokens=tokens, columns=columns, steps=steps,
-        sizes=tuple(sizes), affine=affine, gated=gated, heads=1, split=False, behind=0,
+        sizes=tuple(sizes), affine=affine, gated=gated, heads=1, split=False, num_rotated_dims=0,
         interpret=interpret,
     )  # fmt: skip
     apart = None
@@ -189,7 +189,9 @@ def linears_fp8_mosaic(
             "loaded": plgpu.Barrier(
                 num_arrivals=(norm is None) + many * HALVES, num_barriers=stages
             ),
-            "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
+            "cluster_barrier": None
+            if apart is None
+            else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
         warpgroups=1 if norm is None else None,  # reductions over a warpgroup need no such axis
         compiler_params=plgpu.CompilerParams(

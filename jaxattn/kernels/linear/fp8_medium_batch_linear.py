@@ -208,8 +208,10 @@ def launch_blocks(
             else None,
             "loaded": plgpu.Barrier(num_arrivals=copies + CONSUMERS, num_barriers=cut.stages),
             "read": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=cut.stages),
-            "met": plgpu.Barrier(num_arrivals=CONSUMERS) if cut.gated and cut.parts == 1 else None,
-            "all_met": None
+            "gate_up_barrier": plgpu.Barrier(num_arrivals=CONSUMERS)
+            if cut.gated and cut.parts == 1
+            else None,
+            "cluster_barrier": None
             if apart is None
             else plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=CONSUMERS + 1),
         },
@@ -288,8 +290,8 @@ class Fp8LargeBatchLinearRefs:
     sums_smem: Any  # [warpgroup, columns / 8 * 512], see hopper/wgmma_accumulator_storage.py
     loaded: Any  # full barriers
     read: Any  # empty barriers, arrived at by both consumers
-    met: Any  # arrived at by gate's and up's warpgroups
-    all_met: Any  # the interpreter's
+    gate_up_barrier: Any  # arrived at by gate's and up's warpgroups
+    cluster_barrier: Any  # the interpreter's
 
 
 class Fp8LargeBatchLinearCta:
@@ -448,8 +450,8 @@ class Fp8LargeBatchLinearCta:
         if cut.parts > 1:
             self._sync_cluster()
         else:
-            plgpu.barrier_arrive(refs.met)
-            plgpu.barrier_wait(refs.met)
+            plgpu.barrier_arrive(refs.gate_up_barrier)
+            plgpu.barrier_wait(refs.gate_up_barrier)
         sharers, some, often = cut.shares
         mine = self.part * (1 + cut.gated) + (self.wg if cut.gated else 0)
         for turn in range(often):
@@ -460,27 +462,27 @@ class Fp8LargeBatchLinearCta:
             else:
                 one()
 
-    def _reduce_tokens(self, first: Any, some: int) -> None:
+    def _reduce_tokens(self, first: Any, num_tokens: int) -> None:
         """Adds up and stores the sums of some tokens."""
         if not self.cut.gated:
-            y = self._reduce_split_k(self.wg, first, some)
+            y = self._reduce_split_k(self.wg, first, num_tokens)
         else:
-            gate, up = (self._reduce_split_k(half, first, some) for half in range(CONSUMERS))
+            gate, up = (self._reduce_split_k(half, first, num_tokens) for half in range(CONSUMERS))
             y = gate / (1.0 + jnp.exp(-gate)) * up
         self._store(first, product_of(y, interpret=self.cut.interpret))
 
-    def _reduce_split_k(self, half: Any, first: Any, some: int) -> jax.Array:
+    def _reduce_split_k(self, half: Any, first: Any, num_tokens: int) -> jax.Array:
         cut, refs = self.cut, self.refs
         begin, found = pl.multiple_of(first * ROWS, NUMBERS), []
         for other in range(cut.parts):
             if cut.parts > 1 and refs.cluster_sums_ref is None:
-                found.append(load_of_block(refs.sums_smem.at[half], begin, some, other))
+                found.append(load_of_block(refs.sums_smem.at[half], begin, num_tokens, other))
                 continue
             source = refs.sums_smem.at[half]
             if refs.cluster_sums_ref is not None:
                 source = refs.cluster_sums_ref.at[other, self.number, half]
-            numbers = source.at[pl.ds(begin, some * ROWS)]
-            found.append(plgpu.load(numbers, layout=threads(some), optimized=False))
+            numbers = source.at[pl.ds(begin, num_tokens * ROWS)]
+            found.append(plgpu.load(numbers, layout=threads(num_tokens), optimized=False))
         return sum(found[1:], found[0])
 
     def _store(self, column: Any, y: jax.Array) -> None:
@@ -498,7 +500,7 @@ class Fp8LargeBatchLinearCta:
             self._when_in_result(result, partial(to, self.refs.out_refs[result], first))
 
     def _sync_cluster(self) -> None:
-        cluster_barrier(self.refs.all_met, interpret=self.cut.interpret)
+        cluster_barrier(self.refs.cluster_barrier, interpret=self.cut.interpret)
 
     def _when_in_result(self, result: int, function: Any) -> None:
         """Runs `function` if the tile is the result's."""

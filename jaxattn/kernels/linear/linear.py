@@ -169,7 +169,7 @@ def linears_mosaic(
     gated: bool = False,
     heads: int = 1,
     spare_heads: int = 0,
-    turned: RopeEpilogueParams | None = None,
+    rope: RopeEpilogueParams | None = None,
     split: bool = False,
     norm: RmsNormPrologueParams | None = None,
     biases: Sequence[jax.Array] | None = None,
@@ -186,7 +186,7 @@ def linears_mosaic(
         out_dtypes: The dtypes of the results, [T, N] or with heads [T, heads * N].
         heads: The number of heads; each multiplies K numbers of x by its own matrix.
         spare_heads: Heads of the result after the others; their contents are undefined.
-        turned: The rotation of heads: K + 64 numbers of x belong to a head, and N + 64 of the
+        rope: The rotation of heads: K + 64 numbers of x belong to a head, and N + 64 of the
             result. The 64 are rotated. Then N is a multiple of 128.
         split: Whether each matrix multiplies its own K numbers of x, x being [T, matrices * K].
         norm: The norm of x + added, which comes before the products. x is then float32 [1, K].
@@ -195,12 +195,12 @@ def linears_mosaic(
         biases: [L, N or more] of each matrix; neither with `gated` nor with heads. An XLA launch
             pads fewer than 128 numbers.
     """
-    behind = 0 if turned is None else DIMS
+    num_rotated_dims = 0 if rope is None else DIMS
     tokens, inner = x.shape[0], weights[0].shape[-2]
     dtype = x.dtype if norm is None else weights[0].dtype
     refuse(
         jax.ShapeDtypeStruct((tokens, inner), dtype), weights, gated=gated,
-        least=STEP if turned is None else ROWS, interpret=interpret,
+        least=STEP if rope is None else ROWS, interpret=interpret,
     )  # fmt: skip
     columns = -(-tokens // 8) * 8
     steps = inner // STEP
@@ -223,7 +223,7 @@ def linears_mosaic(
         affine=affine,
         gated=gated,
         heads=heads,
-        behind=behind,
+        num_rotated_dims=num_rotated_dims,
         split=split,
         interpret=interpret,
     )
@@ -243,7 +243,7 @@ def linears_mosaic(
             jnp.pad(each, ((0, 0), (0, ROWS - each.shape[1]))) if each.shape[1] < ROWS else each
             for each in biases
         )
-    turns = None if turned is None else turned.constants
+    turns = None if rope is None else rope.constants
     norms = None if norm is None else norm.constants
     out = launch(
         lambda **refs: LinearCta(cut, turns, norms, LinearRefs(**refs)).run(),
@@ -255,13 +255,15 @@ def linears_mosaic(
             "weights_refs": tuple(weights),
             "layer_ref": jnp.asarray(layer, jnp.int32).reshape(1),
             "cluster_sums_ref": None if apart is None else jax.new_ref(apart),
-            "angles_ref": None if turned is None else turned.angles,
+            "angles_ref": None if rope is None else rope.angles,
             "biases_refs": biases,
             **({} if norm is None else norm.operands),
         },
         outputs={
             "out_refs": tuple(
-                jax.ShapeDtypeStruct((tokens, (heads + spare_heads) * (size + behind)), dtype)
+                jax.ShapeDtypeStruct(
+                    (tokens, (heads + spare_heads) * (size + num_rotated_dims)), dtype
+                )
                 for size, dtype in zip(sizes, out_dtypes, strict=True)
             ),
             "total_ref": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
@@ -273,9 +275,11 @@ def linears_mosaic(
             else smem(steps // parts, dtype, interpret=interpret),
             "w_smem": plgpu.SMEM((stages, many, STEP, ROWS), dtype, transforms=tiled),
             "sums_smem": plgpu.SMEM((many, columns, ROWS), jnp.float32),
-            "turn_smem": None if turned is None else plgpu.SMEM((NUMBERS,), jnp.float32),
+            "turn_smem": None if rope is None else plgpu.SMEM((NUMBERS,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=(norm is None) + many, num_barriers=stages),
-            "met": None if apart is None else plgpu.ClusterBarrier(collective_axes=("part",)),
+            "cluster_barrier": None
+            if apart is None
+            else plgpu.ClusterBarrier(collective_axes=("part",)),
         },
         warpgroups=1 if norm is None else None,  # reductions over a warpgroup need no such axis
         compiler_params=plgpu.CompilerParams(

@@ -75,10 +75,10 @@ def choose_four_bit(
     )
 
 
-def _stages(made: GemmTileConfig, form: FourBitFormat, columns: int, of_result: int) -> int:
+def _stages(config: GemmTileConfig, form: FourBitFormat, columns: int, of_result: int) -> int:
     """Returns all stages that fit in shared memory."""
-    weights = made.parts * made.consumers * lines_of_step(form, made.depth) * LINE
-    stage = -(-weights // 1024) * 1024 + columns * made.depth * 2
-    results = made.rows * columns * (of_result + 4 * made.split)
-    room = SHARED_BYTES // made.together - RESERVED_BYTES - BARRIER_BYTES - results
+    weights = config.parts * config.consumers * lines_of_step(form, config.depth) * LINE
+    stage = -(-weights // 1024) * 1024 + columns * config.depth * 2
+    results = config.rows * columns * (of_result + 4 * config.split)
+    room = SHARED_BYTES // config.together - RESERVED_BYTES - BARRIER_BYTES - results
     return max(2, min(MOST_STAGES, room // stage))

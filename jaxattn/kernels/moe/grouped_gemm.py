@@ -120,7 +120,7 @@ def grouped_product(
         columns=columns,
         stages=stages,
         steps=depth // product.depth,
-        apart=height // 2 if gated else product.rows,
+        part_stride=height // 2 if gated else product.rows,
         pieces=pieces,
         blocks=blocks,
         affine=affine,
@@ -169,7 +169,7 @@ def grouped_product(
                 num_arrivals=parts * consumers + pieces_of_tokens, num_barriers=stages
             ),
             "read": plgpu.Barrier(num_arrivals=product.warpgroups, num_barriers=stages),
-            "up_there": plgpu.Barrier(num_arrivals=1) if product.split else None,
+            "up_ready": plgpu.Barrier(num_arrivals=1) if product.split else None,
             "up_read": plgpu.Barrier(num_arrivals=1) if product.split else None,
         },
         warpgroups=product.warpgroups + 1,

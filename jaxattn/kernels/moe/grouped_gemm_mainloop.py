@@ -54,7 +54,7 @@ class GroupedGemmConfig:
         columns: Tokens that are multiplied together.
         stages: Stages of the ring.
         steps: Steps of K.
-        apart: Rows of weights from one part to the next.
+        part_stride: Rows of weights from one part to the next.
         pieces: Pieces of an expert's rows.
         blocks: Persistent CTAs that process the items.
     """
@@ -63,7 +63,7 @@ class GroupedGemmConfig:
     columns: int
     stages: int
     steps: int
-    apart: int
+    part_stride: int
     pieces: int
     blocks: int
     affine: tuple[int, int]
@@ -85,8 +85,8 @@ class GroupedGemmConfig:
         """The numbers of tokens with which tiles can be multiplied."""
         if not self.product.narrow:
             return (self.columns,)
-        least = NARROWEST if self.form is None else self.columns // 2
-        return range(least, self.columns + 1, least)
+        min_width = NARROWEST if self.form is None else self.columns // 2
+        return range(min_width, self.columns + 1, min_width)
 
     @property
     def many_registers(self) -> bool:
@@ -113,7 +113,7 @@ class GroupedGemmRefs:
     up_smem: Any  # [64, N], if up has its own warpgroup
     loaded: Any  # full barriers
     read: Any  # empty barriers, arrived at by every consumer
-    up_there: Any
+    up_ready: Any
     up_read: Any
 
 
@@ -148,9 +148,9 @@ class GroupedGemmCta:
         loaded ahead. Returns the total number of steps."""
 
         def one(i, carry):
-            done, now = carry
+            done, work_tile = carry
             following = self.item(i + 1)
-            function(now, done)
+            function(work_tile, done)
             return done + self.cut.steps, following
 
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
@@ -180,13 +180,15 @@ class GroupedGemmCta:
         if len(widths) == 1:
             return partial(method, self)
 
-        def function(now: GroupedGemmTile, done: jax.Array) -> None:
-            less = 0
+        def function(work_tile: GroupedGemmTile, done: jax.Array) -> None:
+            previous_width = 0
             for width in widths:
                 block = self if width == columns else self.narrowed(width)
-                fits = (now.groups > less // GROUP) & (now.groups <= width // GROUP)
-                pl.when(fits)(partial(method, block, now, done))
-                less = width
+                fits = (work_tile.groups > previous_width // GROUP) & (
+                    work_tile.groups <= width // GROUP
+                )
+                pl.when(fits)(partial(method, block, work_tile, done))
+                previous_width = width
 
         return function
 
@@ -201,33 +203,35 @@ class GroupedGemmCta:
         def _drain(s):
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
-    def _load_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+    def _load_item(self, work_tile: GroupedGemmTile, done: jax.Array) -> None:
         cut, refs = self.cut, self.refs
         product, depth = cut.product, cut.product.depth
-        of_expert = refs.weights.at[self.layer, now.expert]
+        of_expert = refs.weights.at[self.layer, work_tile.expert]
 
         @pl.loop(0, cut.steps)
         def _step(s):
             slot = lax.rem(done + s, cut.stages)
             pl.when(done + s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
-            there = refs.loaded.at[slot]
-            some = pl.ds(pl.multiple_of(s * depth, depth), depth)
+            barrier = refs.loaded.at[slot]
+            k_slice = pl.ds(pl.multiple_of(s * depth, depth), depth)
             for part in range(product.parts):
                 for warpgroup in range(product.consumers):
-                    row = now.place * cut.piece + (part * cut.apart + warpgroup * ROWS)
+                    row = work_tile.piece_index * cut.piece + (
+                        part * cut.part_stride + warpgroup * ROWS
+                    )
                     if cut.form is None:
-                        of_tile = pl.ds(pl.multiple_of(row, ROWS), ROWS), some
+                        of_tile = pl.ds(pl.multiple_of(row, ROWS), ROWS), k_slice
                         tile = of_expert.at[of_tile[:: -1 if cut.transposed else 1]]
                     else:
                         count = lines_of_step(cut.form, depth)
                         tile = of_expert.at[lax.div(row, ROWS), pl.ds(s * count, count)]
-                    to = refs.weights_smem.at[slot, part, warpgroup]
-                    plgpu.copy_gmem_to_smem(tile, to, there)
+                    destination = refs.weights_smem.at[slot, part, warpgroup]
+                    plgpu.copy_gmem_to_smem(tile, destination, barrier)
             _, pieces, _, size = refs.tokens_smem.shape
             for piece in range(pieces):
                 first = s * depth + piece * size
-                rows = cut.source.at(refs.tokens, now.source, cut.columns, first, size)
-                plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, piece], there)
+                rows = cut.source.at(refs.tokens, work_tile.source, cut.columns, first, size)
+                plgpu.copy_gmem_to_smem(rows, refs.tokens_smem.at[slot, piece], barrier)
 
     def multiply(self) -> None:
         """Computes a consumer warpgroup's rows of each item."""
@@ -247,37 +251,39 @@ class GroupedGemmCta:
         return self._sums if self.refs.scales is None else ScaledAccumulators(self)
 
     def _four_bit_sums(
-        self, form: FourBitFormat, now: GroupedGemmTile, done: jax.Array
+        self, form: FourBitFormat, work_tile: GroupedGemmTile, done: jax.Array
     ) -> list[jax.Array]:
-        del now
+        del work_tile
         cut, refs, product = self.cut, self.refs, self.cut.product
         # (part, its group of 64 rows)
-        mine: list[Any] = [(part, self.wg) for part in range(product.parts)]
+        part_groups: list[Any] = [(part, self.wg) for part in range(product.parts)]
         if product.split:
-            mine = [(self.wg, 0)]
+            part_groups = [(self.wg, 0)]
         sums = FourBitMainloop(
             form=form, dtype=refs.tokens.dtype, columns=cut.columns,
             arrived=lambda step: self.arrived(step)[0],
-            tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in mine],
+            tiles=lambda slot: [refs.weights_smem.at[slot, *each] for each in part_groups],
             tokens=refs.tokens_smem, read=refs.read, interpret=cut.interpret,
         )  # fmt: skip
         return sums(cut.steps, done)
 
-    def _multiply_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
-        every = self._biased(now, self.sums(now, done), range(self.cut.product.parts))
+    def _multiply_item(self, work_tile: GroupedGemmTile, done: jax.Array) -> None:
+        part_sums = self._biased(
+            work_tile, self.sums(work_tile, done), range(self.cut.product.parts)
+        )
         if self.refs.saved is not None:
-            self._store(now, self._kept(every), self.refs.saved, None)
+            self._store(work_tile, self._kept(part_sums), self.refs.saved, None)
         if self.cut.gated:
-            every = [self._activated(*every)]
-        self._store(now, every, self.refs.target, self.cut.results)
+            part_sums = [self._activated(*part_sums)]
+        self._store(work_tile, part_sums, self.refs.target, self.cut.results)
 
-    def _kept(self, every: list[jax.Array]) -> list[jax.Array]:
+    def _kept(self, part_sums: list[jax.Array]) -> list[jax.Array]:
         """Returns gate and up as saved. Rounding moves none across a limit, where the gradient
         jumps."""
         activation, dtype = self.cut.activation, self.refs.saved.dtype
         if activation is None:
-            return every
-        gate, up = every
+            return part_sums
+        gate, up = part_sums
         below, above = neighbors(activation.limit, dtype)
         gate = jnp.where(gate < activation.limit, jnp.minimum(gate, below), gate)
         gate = jnp.where(gate > activation.limit, jnp.maximum(gate, above), gate)
@@ -292,24 +298,26 @@ class GroupedGemmCta:
         return self.cut.activation(gate, up)
 
     def _biased(
-        self, now: GroupedGemmTile, sums: list[jax.Array], parts: Iterable[int]
+        self, work_tile: GroupedGemmTile, sums: list[jax.Array], parts: Iterable[int]
     ) -> list[jax.Array]:
         if self.refs.biases is None:
             return sums
-        return [total + self._bias(now, part) for total, part in zip(sums, parts, strict=True)]
+        return [
+            total + self._bias(work_tile, part) for total, part in zip(sums, parts, strict=True)
+        ]
 
-    def _bias(self, now: GroupedGemmTile, part: int) -> jax.Array:
+    def _bias(self, work_tile: GroupedGemmTile, part: int) -> jax.Array:
         """Returns the bias of each row of a part's weights, for every token."""
-        cut, of_expert = self.cut, self.refs.biases.at[self.layer, now.expert]
-        some = pl.ds(pl.multiple_of(self.row(now, part), ROWS), ROWS)
-        bias = plgpu.load(of_expert.at[some], layout=PRODUCT.reduce(1), optimized=False)
-        wide = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, cut.columns), (0,))
-        return plgpu.layout_cast(wide, PRODUCT)
+        cut, of_expert = self.cut, self.refs.biases.at[self.layer, work_tile.expert]
+        row_slice = pl.ds(pl.multiple_of(self.row(work_tile, part), ROWS), ROWS)
+        bias = plgpu.load(of_expert.at[row_slice], layout=PRODUCT.reduce(1), optimized=False)
+        broadcast = lax.broadcast_in_dim(bias.astype(jnp.float32), (ROWS, cut.columns), (0,))
+        return plgpu.layout_cast(broadcast, PRODUCT)
 
-    def row(self, now: GroupedGemmTile, part: int) -> jax.Array:
+    def row(self, work_tile: GroupedGemmTile, part: int) -> jax.Array:
         """Returns the first of this warpgroup's rows of a part's weights."""
-        own = 0 if self.cut.product.split else self.wg * ROWS
-        return now.place * self.cut.piece + part * self.cut.apart + own
+        group_offset = 0 if self.cut.product.split else self.wg * ROWS
+        return work_tile.piece_index * self.cut.piece + part * self.cut.part_stride + group_offset
 
     def _multiply_split(self) -> None:
         """Runs the warpgroup of gate, or that of up."""
@@ -324,32 +332,36 @@ class GroupedGemmCta:
             done = self.each(self.in_width(GroupedGemmCta._up_item))
             pl.when(done > 0)(lambda: plgpu.barrier_wait(self.refs.up_read))
 
-    def _gate_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+    def _gate_item(self, work_tile: GroupedGemmTile, done: jax.Array) -> None:
         refs = self.refs
-        (total,) = self._biased(now, self.sums(now, done), [0])
-        plgpu.barrier_wait(refs.up_there)
+        (total,) = self._biased(work_tile, self.sums(work_tile, done), [0])
+        plgpu.barrier_wait(refs.up_ready)
         up = plgpu.load(refs.up_smem, layout=PRODUCT, optimized=False)
         plgpu.barrier_arrive(refs.up_read)
-        self._store(now, [self._activated(total, up)], refs.target, self.cut.results)
+        self._store(work_tile, [self._activated(total, up)], refs.target, self.cut.results)
 
-    def _up_item(self, now: GroupedGemmTile, done: jax.Array) -> None:
+    def _up_item(self, work_tile: GroupedGemmTile, done: jax.Array) -> None:
         refs = self.refs
-        (total,) = self._biased(now, self.sums(now, done), [1])
+        (total,) = self._biased(work_tile, self.sums(work_tile, done), [1])
         pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.up_read))
         store(refs.up_smem, total, interpret=self.cut.interpret)
-        plgpu.barrier_arrive(refs.up_there)
+        plgpu.barrier_arrive(refs.up_ready)
 
     def _store(
-        self, now: GroupedGemmTile, every: list[jax.Array], target: Any, panels: PanelMatrix | None
+        self,
+        work_tile: GroupedGemmTile,
+        part_sums: list[jax.Array],
+        target: Any,
+        panels: PanelMatrix | None,
     ) -> None:
         """Stores each part; without `panels` the target is a plain matrix."""
         cut, out = self.cut, self.refs.out_smem
         panels = panels or PanelMatrix(0, target.shape[0], target.shape[1])
-        for part, result in enumerate(every):
+        for part, result in enumerate(part_sums):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_transposed(out.at[self.wg], result.astype(out.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            self._write(now, self.row(now, part), target, panels)
+            self._write(work_tile, self.row(work_tile, part), target, panels)
 
     def arrived(self, step: jax.Array) -> tuple[jax.Array, Any]:
         """Waits for a step, and returns its stage and its tokens as columns."""
@@ -362,38 +374,40 @@ class GroupedGemmCta:
         shape = (ROWS, self.cut.columns)
         return [plgpu.ACC(shape, jnp.float32)] * self.cut.product.parts
 
-    def _sums(self, now: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
+    def _sums(self, work_tile: GroupedGemmTile, done: jax.Array) -> list[jax.Array]:
         """Returns each part's sums over all of K, for 16-bit weights."""
-        del now
+        del work_tile
         cut, refs = self.cut, self.refs
 
         def accumulate(*accs: Any) -> list[jax.Array]:
             @pl.loop(0, cut.steps)
             def _step(s):
-                slot, turned = self.arrived(done + s)
+                slot, tokens_t = self.arrived(done + s)
                 for part, acc in enumerate(accs):
                     tile = refs.weights_smem.at[slot, part, self.wg]
-                    plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, turned)
+                    plgpu.wgmma(acc, tile.transpose((1, 0)) if cut.transposed else tile, tokens_t)
                 plgpu.wgmma_wait(cut.product.parts)  # all wgmmas except this step's are done
 
                 @pl.when(s > 0)
                 def _before():
                     plgpu.barrier_arrive(refs.read.at[lax.rem(done + s - 1, cut.stages)])
 
-            every = [acc[...] for acc in accs]
+            part_sums = [acc[...] for acc in accs]
             plgpu.barrier_arrive(refs.read.at[lax.rem(done + cut.steps - 1, cut.stages)])
-            return every
+            return part_sums
 
         return pl.run_scoped(accumulate, *self.accumulators)
 
     def _write(
-        self, now: GroupedGemmTile, column: jax.Array, target: Any, panels: PanelMatrix
+        self, work_tile: GroupedGemmTile, column: jax.Array, target: Any, panels: PanelMatrix
     ) -> None:
-        """Stores a tile whose first `now.groups` groups of rows are in use."""
+        """Stores a tile whose first `work_tile.groups` groups of rows are in use."""
         for group in range(self.cut.columns // GROUP):
 
-            @pl.when(group < now.groups)
+            @pl.when(group < work_tile.groups)
             def _some(group=group):
-                to = panels.at(target, now.target + group * GROUP, GROUP, column, ROWS)
+                destination = panels.at(
+                    target, work_tile.target + group * GROUP, GROUP, column, ROWS
+                )
                 of_group = self.refs.out_smem.at[self.wg, pl.ds(group * GROUP, GROUP)]
-                plgpu.copy_smem_to_gmem(of_group, to)
+                plgpu.copy_smem_to_gmem(of_group, destination)

@@ -157,9 +157,9 @@ def router_shared_experts_mosaic(
         interpret=interpret,
     )
     # The interpreter's copies end with the array; on a GPU TMA reads zeros past it.
-    behind = GROUP - 1 if interpret else 0
+    num_tail_rows = GROUP - 1 if interpret else 0
     if norm is None:
-        x = jnp.pad(x, ((0, behind), (0, 0)))
+        x = jnp.pad(x, ((0, num_tail_rows), (0, 0)))
     h_ref, tiled = jax.new_ref(lane), swizzled(dtype)
     tiles = 1 + -(-cut.items * SHARERS // PARTS)
     ints = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)  # noqa: E731
@@ -178,8 +178,10 @@ def router_shared_experts_mosaic(
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "valid": valid,
             "h": h_ref,
-            "apart": jax.new_ref(jnp.zeros((tiles, 2, PARTS, COLUMNS))) if interpret else None,
-            "shared_apart": jax.new_ref(jnp.zeros((tiles, PARTS, 2, ROWS, GROUP)))
+            "interpreter_sums": jax.new_ref(jnp.zeros((tiles, 2, PARTS, COLUMNS)))
+            if interpret
+            else None,
+            "interpreter_shared_sums": jax.new_ref(jnp.zeros((tiles, PARTS, 2, ROWS, GROUP)))
             if interpret
             else None,
             "added": None if norm is None else norm.added,
@@ -193,7 +195,9 @@ def router_shared_experts_mosaic(
             "left": ints(PAIRS),
             "positions": ints(PAIRS),
             "summed": None if norm is None else jax.ShapeDtypeStruct(x.shape, jnp.float32),
-            "normed": None if norm is None else jax.ShapeDtypeStruct((1 + behind, features), dtype),
+            "normed": None
+            if norm is None
+            else jax.ShapeDtypeStruct((1 + num_tail_rows, features), dtype),
         },
         scratch={
             "ring": plgpu.SMEM((STAGES, 2, ROWS, DEPTH), dtype, transforms=tiled),
@@ -207,8 +211,10 @@ def router_shared_experts_mosaic(
             "bias_smem": None if bias is None else scores,
             **cut.choice.scratch(),
             "loaded": plgpu.Barrier(num_arrivals=2 + (norm is None), num_barriers=STAGES),
-            "biased": None if bias is None else plgpu.Barrier(num_arrivals=1),
-            "met": plgpu.ClusterBarrier(collective_axes=("part",)) if interpret else None,
+            "bias_loaded": None if bias is None else plgpu.Barrier(num_arrivals=1),
+            "cluster_barrier": plgpu.ClusterBarrier(collective_axes=("part",))
+            if interpret
+            else None,
         },
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
@@ -262,8 +268,8 @@ class RouterExpertsRefs:
     layer: Any
     valid: Any  # or None
     h: Any
-    apart: Any  # the interpreter's, for a cluster's sums and squares
-    shared_apart: Any  # the same, for gate and up
+    interpreter_sums: Any  # the interpreter's, for a cluster's sums and squares
+    interpreter_shared_sums: Any  # the same, for gate and up
     added: Any  # for a norm, as its weights, the sum and the normed token; else None
     norms: Any
     ids: Any
@@ -285,8 +291,8 @@ class RouterExpertsRefs:
     choice_smem: Any
     ids_smem: Any
     loaded: Any  # full barriers
-    biased: Any
-    met: Any
+    bias_loaded: Any
+    cluster_barrier: Any
 
 
 class RouterExpertsCta:
@@ -302,7 +308,7 @@ class RouterExpertsCta:
         layer = self.number = refs.layer[0]
         self.zero = jnp.minimum(layer, 0)
         self.layer = layer * cut.affine[0] + cut.affine[1]
-        self.some = True if refs.valid is None else refs.valid[0] != 0
+        self.is_token = True if refs.valid is None else refs.valid[0] != 0
         self.part = cluster_block_index(PARTS, interpret=cut.interpret)
         self.tile = lax.axis_index("tile")
 
@@ -310,16 +316,16 @@ class RouterExpertsCta:
         pl.when(self.tile == 0)(self._route)
         number = (self.tile - 1) * PARTS + self.part
         item, sharer = lax.div(number, SHARERS), lax.rem(number, SHARERS)
-        pl.when((self.tile > 0) & self.some)(partial(self._share, item, sharer))
+        pl.when((self.tile > 0) & self.is_token)(partial(self._share, item, sharer))
 
     def _load(self, begin: Any, weights: Any, step: Any) -> None:
         """Loads a step of K; `weights(K)` returns two tiles of it."""
         refs, slot = self.refs, lax.rem(step, STAGES)
-        some = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
+        k_slice = pl.ds(pl.multiple_of((begin + step) * DEPTH, DEPTH), DEPTH)
         if self.normed is None:
-            tokens = refs.x.at[pl.ds(self.zero, GROUP), some]
+            tokens = refs.x.at[pl.ds(self.zero, GROUP), k_slice]
             plgpu.copy_gmem_to_smem(tokens, refs.x_smem.at[slot], refs.loaded.at[slot])
-        for half, source in enumerate(weights(some)):
+        for half, source in enumerate(weights(k_slice)):
             plgpu.copy_gmem_to_smem(source, refs.ring.at[slot, half], refs.loaded.at[slot])
 
     def _begin(self, begin: Any, steps: Any, weights: Any) -> None:
@@ -337,8 +343,8 @@ class RouterExpertsCta:
             slot = lax.rem(step, STAGES)
             plgpu.barrier_wait(refs.loaded.at[slot])
             if self.normed is None:
-                each = [pl.ds(half * ROWS, ROWS) for half in (0, 1)]
-                halves = [refs.x_smem.at[slot, :, some] for some in each]
+                half_slices = [pl.ds(half * ROWS, ROWS) for half in (0, 1)]
+                halves = [refs.x_smem.at[slot, :, half_slice] for half_slice in half_slices]
             else:
                 operand = self.norm(0, 0).operand
                 halves = [operand.at[2 * step + half] for half in (0, 1)]
@@ -351,14 +357,14 @@ class RouterExpertsCta:
                 )  # all four warps' products have read the stage
                 load(step + STAGES - 1)
 
-    def norm(self, first: Any, pairs: int) -> RmsNormPrologue:
-        """Returns the prologue for `pairs` pairs of steps from `first` of K."""
+    def norm(self, first_k: Any, pairs: int) -> RmsNormPrologue:
+        """Returns the prologue for `pairs` pairs of steps from `first_k` of K."""
         refs, normed = self.refs, self.normed
         assert normed is not None
         return RmsNormPrologue(
             x_ref=refs.x, added_ref=refs.added, weights_ref=refs.norms,
             row=self.number * normed.affine[0] + normed.affine[1], total_ref=refs.summed,
-            normed_ref=refs.normed, x_smem=refs.x_smem, first=first, pairs=pairs, eps=normed.eps,
+            normed_ref=refs.normed, x_smem=refs.x_smem, first=first_k, pairs=pairs, eps=normed.eps,
             interpret=self.cut.interpret,
         )  # fmt: skip
 
@@ -366,10 +372,10 @@ class RouterExpertsCta:
 
     def _route(self) -> None:
         cut, refs = self.cut, self.refs
-        begin, end = (lax.div((self.part + more) * cut.steps, PARTS) for more in (0, 1))
+        begin, end = (lax.div((self.part + offset) * cut.steps, PARTS) for offset in (0, 1))
 
-        def weights(some: Any) -> list[Any]:
-            rows = [pl.multiple_of(some.start + half * ROWS, ROWS) for half in (0, 1)]
+        def weights(k_slice: Any) -> list[Any]:
+            rows = [pl.multiple_of(k_slice.start + half * ROWS, ROWS) for half in (0, 1)]
             return [refs.router.at[self.layer, pl.ds(row, ROWS)] for row in rows]
 
         self._begin(begin, end - begin, weights)
@@ -380,7 +386,9 @@ class RouterExpertsCta:
                 refs.bias_smem[...] = cut.choice.full(jnp.float32(0))
                 plgpu.commit_smem()
                 of_bias = refs.bias.at[self.layer, pl.ds(0, EXPERTS)]
-                plgpu.copy_gmem_to_smem(of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.biased)
+                plgpu.copy_gmem_to_smem(
+                    of_bias, refs.bias_smem.at[pl.ds(0, EXPERTS)], refs.bias_loaded
+                )
 
         norm = None
         if self.normed is not None:
@@ -400,22 +408,23 @@ class RouterExpertsCta:
         store_transposed(refs.sums_smem, products, interpret=cut.interpret)
         if norm is not None:
             refs.sums_smem.at[1][...] = squares  # in the memory of a next token's sums
-        if refs.apart is not None:
+        if refs.interpreter_sums is not None:
             for row in range(1 + (norm is not None)):
-                refs.apart[self.tile, row, self.part] = refs.sums_smem[row]
-        cluster_barrier(refs.met, interpret=cut.interpret)
+                refs.interpreter_sums[self.tile, row, self.part] = refs.sums_smem[row]
+        cluster_barrier(refs.cluster_barrier, interpret=cut.interpret)
         factor = None if norm is None else norm.factor(self._summed(1))
         pl.when(self.part == 0)(partial(self._choose, factor))
         if norm is not None and factor is not None:
             norm.give(sums, weighted, factor)
-        cluster_barrier(refs.met, interpret=cut.interpret)  # until the first CTA has read all sums
+        # until the first CTA has read all sums
+        cluster_barrier(refs.cluster_barrier, interpret=cut.interpret)
 
     def _summed(self, row: int, blocks: Sequence[Any] = range(PARTS)) -> jax.Array:
         """Returns a row of the sums, added over CTAs of the cluster."""
 
         def of(other: Any) -> Any:
-            if self.refs.apart is not None:
-                return self.refs.apart.at[self.tile, row, other]
+            if self.refs.interpreter_sums is not None:
+                return self.refs.interpreter_sums.at[self.tile, row, other]
             return plgpu.cluster_ref(self.refs.sums_smem, {"part": jnp.int32(other)}).at[row]
 
         first, *rest = (plgpu.load(of(other), layout=ROW, optimized=False) for other in blocks)
@@ -429,12 +438,14 @@ class RouterExpertsCta:
         warpgroup_barrier(interpret=cut.interpret)
         layout = cut.choice.layout
         high, low = (
-            plgpu.load(refs.logits_smem.at[pl.ds(first, THREADS)], layout=layout, optimized=False)
-            for first in (0, EXPERTS)
+            plgpu.load(
+                refs.logits_smem.at[pl.ds(first_logit, THREADS)], layout=layout, optimized=False
+            )
+            for first_logit in (0, EXPERTS)
         )
         bias = None
         if refs.bias is not None:
-            plgpu.barrier_wait(refs.biased)
+            plgpu.barrier_wait(refs.bias_loaded)
             bias = plgpu.load(refs.bias_smem, layout=layout)
         ids, weights = cut.choice.take(
             high + low, bias, refs.scores_smem, refs.choice_smem, refs.ids_smem
@@ -442,7 +453,7 @@ class RouterExpertsCta:
         ids = [*ids, *(jnp.int32(EXPERTS + i) for i in range(cut.always))]
         weights = [*weights, *[jnp.float32(1)] * cut.always]
         for k, (expert, weight) in enumerate(zip(ids, weights, strict=True)):
-            refs.ids[0, k] = jnp.where(self.some, expert, -1)
+            refs.ids[0, k] = jnp.where(self.is_token, expert, -1)
             refs.weights[0, k] = weight
         self._list(ids)
 
@@ -457,12 +468,12 @@ class RouterExpertsCta:
 
         pair = plgpu.broadcasted_iota(jnp.int32, (PAIRS,), 0, layout=layout)
         expert = full(0)
-        for k, each in enumerate(ids):
-            expert = jnp.where(pair == full(k), full(each), expert)
-        count = jnp.where(self.some, len(ids), 0)
+        for k, expert_id in enumerate(ids):
+            expert = jnp.where(pair == full(k), full(expert_id), expert)
+        count = jnp.where(self.is_token, len(ids), 0)
         entries = {EXPERT: expert, FROM: full(0), TO: pair * full(GROUP), GROUPS: full(1)}
-        for place, value in entries.items():
-            refs.tiles.at[place][...] = value
+        for field, entry_values in entries.items():
+            refs.tiles.at[field][...] = entry_values
         refs.positions[...] = jnp.where(pair < full(count), pair * full(GROUP), full(-1))
         refs.total[...] = full(count)
         refs.left[...] = full(jnp.minimum(count, choice.top_k))
@@ -473,16 +484,16 @@ class RouterExpertsCta:
         """Computes a CTA's part of K. A CTA without its own item repeats the last item, and stores
         nothing."""
         cut, refs = self.cut, self.refs
-        mine = (item < cut.items) & (sharer == 0)
+        is_own_item = (item < cut.items) & (sharer == 0)
         item = jnp.minimum(item, cut.items - 1)
-        which = lax.div(item, cut.pieces)
-        column = (item - which * cut.pieces) * ROWS
-        of_expert = refs.gate_up.at[self.layer, EXPERTS + which]
-        begin, end = (lax.div((sharer + more) * cut.steps, SHARERS) for more in (0, 1))
+        shared_expert = lax.div(item, cut.pieces)
+        column = (item - shared_expert * cut.pieces) * ROWS
+        of_expert = refs.gate_up.at[self.layer, EXPERTS + shared_expert]
+        begin, end = (lax.div((sharer + offset) * cut.steps, SHARERS) for offset in (0, 1))
 
-        def weights(some: Any) -> list[Any]:
+        def weights(k_slice: Any) -> list[Any]:
             rows = [pl.multiple_of(column + up * cut.width, ROWS) for up in (0, 1)]
-            return [of_expert.at[pl.ds(row, ROWS), some] for row in rows]
+            return [of_expert.at[pl.ds(row, ROWS), k_slice] for row in rows]
 
         self._begin(begin, end - begin, weights)
         squares = None
@@ -493,48 +504,51 @@ class RouterExpertsCta:
         def accumulate(*accs: Any) -> list[jax.Array]:
             def product(slot: Any, halves: list[Any]) -> None:
                 for half, tokens in enumerate(halves):
-                    some = pl.ds(half * ROWS, ROWS)
+                    half_slice = pl.ds(half * ROWS, ROWS)
                     for up, acc in enumerate(accs):
-                        plgpu.wgmma(acc, refs.ring.at[slot, up, :, some], tokens)
+                        plgpu.wgmma(acc, refs.ring.at[slot, up, :, half_slice], tokens)
                 plgpu.wgmma_wait(4)
 
             self._stream(begin, end - begin, weights, product)
             return [acc[...] for acc in accs]
 
         sums = pl.run_scoped(accumulate, *[plgpu.ACC((ROWS, GROUP), jnp.float32)] * 2)
-        for place, each in enumerate(sums):
-            store(refs.shared_smem.at[place], each, interpret=cut.interpret)
+        for matrix, total in enumerate(sums):
+            store(refs.shared_smem.at[matrix], total, interpret=cut.interpret)
         if squares is not None:
             refs.sums_smem.at[1][...] = squares
-        if refs.shared_apart is not None:
-            refs.shared_apart[self.tile, self.part] = refs.shared_smem[...]
-            refs.apart[self.tile, 1, self.part] = refs.sums_smem[1]
-        cluster_barrier(refs.met, interpret=cut.interpret)
+        if refs.interpreter_shared_sums is not None:
+            refs.interpreter_shared_sums[self.tile, self.part] = refs.shared_smem[...]
+            refs.interpreter_sums[self.tile, 1, self.part] = refs.sums_smem[1]
+        cluster_barrier(refs.cluster_barrier, interpret=cut.interpret)
         sharers = [self.part - sharer + other for other in range(SHARERS)]
-        gate, up = (self._reduce_split_k(sharers, place) for place in (0, 1))
+        gate, up = (self._reduce_split_k(sharers, matrix) for matrix in (0, 1))
         if squares is not None:
             factor = self.norm(begin, 0).factor(self._summed(1, sharers))
             gate, up = gate * factor, up * factor
         y = gate / (1.0 + jnp.exp(-gate)) * up
 
-        @pl.when(mine)
+        @pl.when(is_own_item)
         def _store():
             store_transposed(refs.out_smem, y.astype(refs.out_smem.dtype), interpret=cut.interpret)
             plgpu.commit_smem()
-            row = (cut.choice.top_k + which) * GROUP
-            to = cut.results.at(refs.h, row, GROUP, column, ROWS)
-            plgpu.copy_smem_to_gmem(refs.out_smem, to)
+            row = (cut.choice.top_k + shared_expert) * GROUP
+            destination = cut.results.at(refs.h, row, GROUP, column, ROWS)
+            plgpu.copy_smem_to_gmem(refs.out_smem, destination)
             plgpu.wait_smem_to_gmem(0)
 
-        cluster_barrier(refs.met, interpret=cut.interpret)  # until the others have read the sums
+        # until the others have read the sums
+        cluster_barrier(refs.cluster_barrier, interpret=cut.interpret)
 
-    def _reduce_split_k(self, sharers: list[Any], place: int) -> jax.Array:
+    def _reduce_split_k(self, sharers: list[Any], matrix: int) -> jax.Array:
         """Returns the sum of gate's or up's parts, in the order of K."""
 
         def of(other: Any) -> Any:
-            if self.refs.shared_apart is not None:
-                return self.refs.shared_apart.at[self.tile, other, place]
-            return plgpu.cluster_ref(self.refs.shared_smem, {"part": other}).at[place]
+            if self.refs.interpreter_shared_sums is not None:
+                return self.refs.interpreter_shared_sums.at[self.tile, other, matrix]
+            return plgpu.cluster_ref(self.refs.shared_smem, {"part": other}).at[matrix]
 
-        first, *rest = (plgpu.load(of(each), layout=PRODUCT, optimized=False) for each in sharers)
+        first, *rest = (
+            plgpu.load(of(sharer), layout=PRODUCT, optimized=False) for sharer in sharers
+        )
         return sum(rest, first)

@@ -73,7 +73,7 @@ class MoeTileConfig:
     rounded: bool = False
 
 
-def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1]) -> int:
+def token_tile(pairs: int, experts: int, tokens: int, max_tile: int = TOKEN_TILES[-1]) -> int:
     """Returns the tokens of a tile: a few more than most experts get.
 
     `pairs` (token, expert) are spread over the experts by chance. If experts have at most 8 tokens,
@@ -83,8 +83,8 @@ def token_tile(pairs: int, experts: int, tokens: int, most: int = TOKEN_TILES[-1
     if tokens <= GROUP:
         return GROUP
     mean = pairs / experts
-    wanted = min(mean + 2.5 * math.sqrt(mean), most)
-    return next(tile for tile in TOKEN_TILES if tile >= wanted)
+    min_tile = min(mean + 2.5 * math.sqrt(mean), max_tile)
+    return next(tile for tile in TOKEN_TILES if tile >= min_tile)
 
 
 def choose(
@@ -124,23 +124,27 @@ def choose(
         step = BLOCK if quantized or (consumers == 1 and depth % BLOCK == 0) else ROWS
         return GemmTileConfig(consumers=consumers, parts=parts, depth=step)
 
-    def all_at_once(made: GemmTileConfig, width: int, most: int) -> GemmTileConfig:
-        items = used * (width // (made.rows * made.parts))
+    def all_at_once(config: GemmTileConfig, width: int, max_items: int) -> GemmTileConfig:
+        items = used * (width // (config.rows * config.parts))
         together = -(-items // NUM_SMS)
-        one = made.consumers == 1 and not quantized  # whose CTAs have registers for three
-        if columns != GROUP or not NUM_SMS < items <= most or not (one or together == 2):
-            return made
-        return dataclasses.replace(made, blocks=together * NUM_SMS, together=together)
+        fits_three = config.consumers == 1 and not quantized  # whose CTAs have registers for three
+        if (
+            columns != GROUP
+            or not NUM_SMS < items <= max_items
+            or not (fits_three or together == 2)
+        ):
+            return config
+        return dataclasses.replace(config, blocks=together * NUM_SMS, together=together)
 
-    def in_two(made: GemmTileConfig) -> GemmTileConfig:
-        split = quantized and made.consumers == 1 and columns == GROUP
-        return dataclasses.replace(made, parts=2, split=split)
+    def in_two(config: GemmTileConfig) -> GemmTileConfig:
+        split = quantized and config.consumers == 1 and columns == GROUP
+        return dataclasses.replace(config, parts=2, split=split)
 
-    twice = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
+    num_parts = 2 if hidden % BLOCK == 0 and used * (hidden // BLOCK) >= 4 * NUM_SMS else 1
     gate_up = product(expert_size, hidden, 1)
     if gate_up.consumers == 1 and not quantized:
         gate_up = all_at_once(gate_up, expert_size, NUM_SMS + FEW_MORE)
-    down = product(hidden, expert_size, twice)
+    down = product(hidden, expert_size, num_parts)
     return MoeTileConfig(
         columns=columns,
         gate_up=in_two(gate_up),

@@ -126,13 +126,13 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         middles = self._of_columns(self.minima_smem)
         return tuple(acc + middles for acc in accs), top, total
 
-    def steps(self, piece: GqaDecodeTile, taken: jax.Array, state: Any) -> Any:
+    def steps(self, piece: GqaDecodeTile, num_steps: jax.Array, state: Any) -> Any:
         together = self.cut.room.together
         several = lambda j, state: self._taken(piece, j * together, together, state)  # noqa: E731
         one = lambda i, state: self._taken(piece, i, 1, state)  # noqa: E731
-        turns = lax.div(taken, together)
+        turns = lax.div(num_steps, together)
         state = lax.fori_loop(0, turns, several, state)
-        return state if together == 1 else lax.fori_loop(turns * together, taken, one, state)
+        return state if together == 1 else lax.fori_loop(turns * together, num_steps, one, state)
 
     def _taken(self, piece: GqaDecodeTile, i: jax.Array, count: int, state: Any) -> Any:
         """Returns the state after `count` steps from this warpgroup's `i`-th on."""
@@ -192,7 +192,7 @@ class TurboDecodeMainloop(GqaDecodeCta[TurboDecodeConfig, TurboDecodeSmem]):
         """Waits for the codes of `count` of this warpgroup's steps. Returns (their stages in the
         ring, the steps' first tokens)."""
         memory, cut = self.memory, self.cut
-        step = piece.first + cut.consumers * i
+        step = piece.first_step + cut.consumers * i
         slot = lax.rem(place_of(piece.done + step, cut.consumers)[1], cut.room.steps)
         token = piece.first_token + step * PAGE
         slots, tokens = [slot], [token]

@@ -46,7 +46,7 @@ class RotatedQueryGather(QueryGather):
 
     form: TurboFormat
 
-    def _store(self, numbers: jax.Array, some: Any, pair: jax.Array, at: jax.Array) -> None:
+    def _store(self, numbers: jax.Array, row_slice: Any, pair: jax.Array, slot: jax.Array) -> None:
         x = numbers.astype(jnp.float32)
         # e4m3 has no infinity, which would become 448.
         x = jnp.where((x == jnp.inf) | (x == -jnp.inf), jnp.nan, x)
@@ -58,10 +58,12 @@ class RotatedQueryGather(QueryGather):
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, x.shape, [0]), SCORES)
 
         divided, factors = divided_queries(x, wide, TERM_EXPONENT)
-        queries, columns = self.memory.queries.at[at], self.rows.columns
-        second = pl.ds(columns + some.start, some.size)
-        store_terms((queries.at[some], queries.at[second]), divided, interpret=self.rows.interpret)
-        self.memory.factors[at, some] = factors * (share * self.scale)
+        queries, columns = self.memory.queries.at[slot], self.rows.columns
+        second = pl.ds(columns + row_slice.start, row_slice.size)
+        store_terms(
+            (queries.at[row_slice], queries.at[second]), divided, interpret=self.rows.interpret
+        )
+        self.memory.factors[slot, row_slice] = factors * (share * self.scale)
 
     def _apply_hadamard(self, x: jax.Array) -> jax.Array:
         """Returns [n, D] times the Hadamard matrix times D**0.5."""

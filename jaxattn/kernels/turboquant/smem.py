@@ -136,7 +136,7 @@ class TurboDecodeSmem(NamedTuple):
             it; and at a piece's end the minima's share.
         codes_loaded, queries_loaded: Full barriers.
         codes_read, queries_read: Empty barriers: the buffer may be overwritten.
-        both_there: The barrier of the consumer warpgroups.
+        consumer_barrier: The barrier of the consumer warpgroups.
     """
 
     codes: Any
@@ -151,7 +151,7 @@ class TurboDecodeSmem(NamedTuple):
     queries_loaded: Any
     codes_read: Any
     queries_read: Any
-    both_there: Any
+    consumer_barrier: Any
 
 
 def scratch_types(
@@ -177,5 +177,5 @@ def scratch_types(
         queries_loaded=plgpu.Barrier(num_arrivals=1, num_barriers=QUERIES),
         codes_read=barriers(1),
         queries_read=plgpu.Barrier(num_arrivals=w, num_barriers=QUERIES),
-        both_there=plgpu.Barrier(num_arrivals=w),
+        consumer_barrier=plgpu.Barrier(num_arrivals=w),
     )

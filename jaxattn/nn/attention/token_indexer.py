@@ -153,7 +153,9 @@ def chosen(
         lens = arguments.integers("seq_lens", seq_lens, "B")[1]
         if query_lens is not None:
             query_lens = arguments.integers("query_lens", query_lens, "B")[1]
-        visible_lens = seen_lengths(lens, query_lens, tokens=queries.q.shape[1], most=max_tokens)
+        visible_lens = seen_lengths(
+            lens, query_lens, tokens=queries.q.shape[1], max_tokens=max_tokens
+        )
         positions = jnp.arange(max_tokens, dtype=jnp.int32)
         return jnp.where(positions < visible_lens[..., None], positions, -1)
     index_options: Any = dict(layer=layer, k_scale=pages.scale)

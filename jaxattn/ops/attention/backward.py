@@ -48,13 +48,13 @@ class CausalScoring:
 
     Attributes:
         scale, window, soft_cap: As for `gqa_decode`.
-        whole: Whether every row is known to have T valid tokens, so that there is no padding.
+        all_valid: Whether every row is known to have T valid tokens, so that there is no padding.
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
-    whole: bool
+    all_valid: bool
 
     def first_visible(self, first: jax.Array | None, tokens: int) -> jax.Array | None:
         """Returns the first key that each token sees, with the window applied, [B, T] or [1, T]."""
@@ -78,9 +78,9 @@ def with_backward_kernel(
         out, lse = map(checkpoint_name, differentiable(operands), RESIDUALS)
         return (out, lse), (operands, out, lse)
 
-    def backward(kept: Any, cotangents: Any) -> tuple[CausalOperands]:
-        given = without_gradient(f"the gradient of {op}", (*kept, *cotangents))
-        return (_backward(scores, interpret, *given),)
+    def backward(residuals: Any, cotangents: Any) -> tuple[CausalOperands]:
+        operands = without_gradient(f"the gradient of {op}", (*residuals, *cotangents))
+        return (_backward(scores, interpret, *operands),)
 
     differentiable.defvjp(keep, backward)
     return in_reverse_mode_only(op, differentiable, instead="pass implementation='xla'")
@@ -98,14 +98,14 @@ def _backward(
 ) -> CausalOperands:
     """Returns the operands' gradients, with None for operands without one."""
     q, k, v, k_rest, sinks, gate, lengths, first = operands
-    there = (jnp.arange(q.shape[1]) < lengths[:, None])[..., None]
+    is_valid = (jnp.arange(q.shape[1]) < lengths[:, None])[..., None]
 
     def kept(x: jax.Array) -> jax.Array:
         """Returns x with zeros for padding, which may be NaN."""
         return (
             x
-            if scores.whole
-            else jnp.where(there.reshape(there.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
+            if scores.all_valid
+            else jnp.where(is_valid.reshape(is_valid.shape[:2] + (1,) * (x.ndim - 2)), x, 0)
         )
 
     d_out, d_lse = map(kept, (d_out, d_lse))

@@ -19,12 +19,12 @@ class SegmentBounds(NamedTuple):
     Attributes:
         lengths: Number of valid tokens of each row.
         first: First token that each token sees, non-decreasing along a row. None means token 0.
-        whole: Whether every row is known to have T valid tokens.
+        all_valid: Whether every row is known to have T valid tokens.
     """
 
     lengths: Int[Array, "B"]
     first: Int[Array, "B T"] | None
-    whole: bool
+    all_valid: bool
 
     @classmethod
     def checked(
@@ -32,24 +32,26 @@ class SegmentBounds(NamedTuple):
     ) -> "SegmentBounds":
         """Returns the bounds of an op's arguments after checking them; errors name the op."""
         op, (batch, tokens) = arguments.op, q.shape[:2]
-        but = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
+        reason = f"q {q.shape} has {tokens} tokens per row; give lengths of at most {tokens}"
         limit: Any = np.full(batch, tokens, np.int32)
         valid = jnp.asarray(limit)
         if lengths is not None:
-            limit, valid = arguments.lengths("lengths", lengths, tokens, but)
+            limit, valid = arguments.lengths("lengths", lengths, tokens, reason)
         if cu_seqlens is None and segment_ids is None:
             return cls(valid, None, lengths is None)
         if cu_seqlens is None:
             known, ids = arguments.integers("segment_ids", segment_ids, "B T")
             _check_sorted(op, known, limit)
-            there = _tokens_of_sequences(ids, valid, jnp)
+            in_sequence = _tokens_of_sequences(ids, valid, jnp)
             # A traced row whose ids are not sorted has no valid tokens.
-            ordered = ~jnp.any(_falls(ids, there), axis=1)
-            count = there.sum(axis=1, dtype=jnp.int32)
+            ordered = ~jnp.any(_falls(ids, in_sequence), axis=1)
+            count = in_sequence.sum(axis=1, dtype=jnp.int32)
             return cls(jnp.where(ordered, count, 0), _first_of_run(ids), False)
-        given = "lengths" if lengths is not None else "segment_ids"
+        conflict = "lengths" if lengths is not None else "segment_ids"
         if lengths is not None or segment_ids is not None:
-            raise ValueError(f"{op}: cu_seqlens and {given} both define sequences; drop {given}")
+            raise ValueError(
+                f"{op}: cu_seqlens and {conflict} both define sequences; drop {conflict}"
+            )
         cu_seqlens = keep_concrete(cu_seqlens)
         check_cu_seqlens(op, cu_seqlens, batch, tokens)
         ends = as_offsets(cu_seqlens)
@@ -57,8 +59,8 @@ class SegmentBounds(NamedTuple):
         token = jnp.arange(tokens, dtype=jnp.int32)
         sequence = jnp.searchsorted(ends[1:-1], token, side="right", method="compare_all")
         # Traced offsets that decrease, or exceed the row, make all tokens invalid.
-        sound = (ends[0] == 0) & jnp.all(ends[1:] >= ends[:-1]) & (ends[-1] <= tokens)
-        lengths = jnp.where(sound, ends[-1:], 0)
+        is_valid = (ends[0] == 0) & jnp.all(ends[1:] >= ends[:-1]) & (ends[-1] <= tokens)
+        lengths = jnp.where(is_valid, ends[-1:], 0)
         return cls(lengths, jnp.minimum(ends[sequence], token)[None], False)
 
     def isolated(self, x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
@@ -92,9 +94,9 @@ def _tokens_of_sequences(ids: Any, lengths: Any, xp: Any) -> Any:
     return ((ids > 0) | (ids >= ids[:, :1])) & (token < lengths[:, None])
 
 
-def _falls(ids: Any, there: Any) -> Any:
+def _falls(ids: Any, in_sequence: Any) -> Any:
     """Returns whether a sequence's token follows padding or a higher id, bool [B, T - 1]."""
-    return there[:, 1:] & ~(there[:, :-1] & (ids[:, 1:] >= ids[:, :-1]))
+    return in_sequence[:, 1:] & ~(in_sequence[:, :-1] & (ids[:, 1:] >= ids[:, :-1]))
 
 
 def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
@@ -114,6 +116,6 @@ def _check_sorted(op: str, ids: Any, lengths: Any) -> None:
 
 def _first_of_run(ids: jax.Array) -> jax.Array:
     """Returns, for each token, the position of the first in its run of equal ids."""
-    place = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    position = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+    return jax.lax.cummax(jnp.where(begins, position, 0), axis=1)

@@ -150,9 +150,9 @@ def _convolved_fwd(
 
 
 def _convolved_bwd(
-    widths: tuple[int, ...], kept: tuple[Array, ...], of_parts: tuple[Array, ...]
+    widths: tuple[int, ...], residuals: tuple[Array, ...], of_parts: tuple[Array, ...]
 ) -> tuple[Array, Array, None]:
-    x, weight, position = kept
+    x, weight, position = residuals
     try:
         of_x, of_taps = _gradient_by_kernel(x, weight, position, of_parts)
     except Refusal as refusal:

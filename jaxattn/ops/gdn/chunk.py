@@ -174,14 +174,14 @@ def chunk_rule(
             *tokens, _, cu_seqlens = arguments
             return matrices_of_both_passes(rule, tuple(tokens), offsets(cu_seqlens), **options)
 
-        def backward(arguments, made, cotangents):
+        def backward(arguments, intermediates, cotangents):
             *tokens, initial_state, cu_seqlens = arguments
             return chunk_gradient(
                 rule,
                 tuple(tokens),
                 initial_state,
                 offsets(cu_seqlens),
-                made,
+                intermediates,
                 cotangents,
                 **options,
             )

@@ -137,9 +137,9 @@ def with_chunk_gradient(
         kept = None if made is None else made._replace(x=None)
         return kernel(made, *arguments), (arguments, kept)
 
-    def backward(kept: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
-        given = without_gradient(f"the gradient of {op}", (*kept, cotangents))
-        return *gradient(*given), None
+    def backward(residuals: tuple[Any, ...], cotangents: tuple[jax.Array, ...]) -> Any:
+        arrays = without_gradient(f"the gradient of {op}", (*residuals, cotangents))
+        return *gradient(*arrays), None
 
     differentiable.defvjp(forward, backward)
     return differentiable

@@ -174,13 +174,17 @@ def prefill_rule(
                 f"{op}: has_initial_state must be [{count}], got {list(initial.shape)}"
             )
     checkpoints = check_checkpoints(op, checkpoints, count, chunk_size)
-    kept, every = (None, 0) if checkpoints is None else (checkpoints.slots, checkpoints.tokens)
-    writes = check_writes(op, state, reads, writes, layer, kept)
+    checkpoint_slots, checkpoint_tokens = (
+        (None, 0) if checkpoints is None else (checkpoints.slots, checkpoints.tokens)
+    )
+    writes = check_writes(op, state, reads, writes, layer, checkpoint_slots)
     cu_seqlens, reads, writes = as_offsets(ends), jnp.asarray(reads), jnp.asarray(writes)
-    kept = None if kept is None else jnp.asarray(kept)
+    checkpoint_slots = None if checkpoint_slots is None else jnp.asarray(checkpoint_slots)
     factor = output_scale(op, scale, k.shape[-1])
     norm = check_output_norm(op, output_norm, v, sigmoid=rule.sigmoid)
-    refuse_explicit_axes(op, q, k, v, g, beta, state, reads, writes, kept, cu_seqlens, initial)
+    refuse_explicit_axes(
+        op, q, k, v, g, beta, state, reads, writes, checkpoint_slots, cu_seqlens, initial
+    )
 
     # From here on every entry is a slot in the pool or -1.
     live = rows_in_use(state, reads, layer=layer)
@@ -192,9 +196,11 @@ def prefill_rule(
         some = cu_seqlens[1:] > cu_seqlens[:-1]
     stored = live & some & rows_in_use(state, writes, layer=layer)
     writes = jnp.where(stored, writes.astype(jnp.int32), -1)
-    if kept is not None:
-        inside = rows_in_use(state, kept.reshape(-1), layer=layer).reshape(kept.shape)
-        kept = jnp.where(live[:, None] & inside, kept.astype(jnp.int32), -1)
+    if checkpoint_slots is not None:
+        inside = rows_in_use(state, checkpoint_slots.reshape(-1), layer=layer).reshape(
+            checkpoint_slots.shape
+        )
+        checkpoint_slots = jnp.where(live[:, None] & inside, checkpoint_slots.astype(jnp.int32), -1)
 
     def mosaic(interpret: bool) -> tuple[Array, Array]:
         refuse_prefill(op, q, v, chunk_size, interpret=interpret)
@@ -206,7 +212,9 @@ def prefill_rule(
         )
         stack = held.reshape(-1, *state.shape[-4:])
         index = jnp.asarray(0 if layer is None else layer, jnp.int32).reshape(1)
-        pool = PrefillStatePool(stack, index, live, reads, writes, kept, every)
+        pool = PrefillStatePool(
+            stack, index, live, reads, writes, checkpoint_slots, checkpoint_tokens
+        )
         with jax.named_scope(op):
             o, stack = gdn_prefill_mosaic(
                 *tokens,
@@ -225,7 +233,11 @@ def prefill_rule(
             return jnp.zeros_like(v), state
         with jax.named_scope(op):
             start = state_read(state, reads, layer=layer).astype(jnp.float32)
-            stored = None if kept is None else PoolCheckpoints(state, layer, kept, every)
+            stored = (
+                None
+                if checkpoint_slots is None
+                else PoolCheckpoints(state, layer, checkpoint_slots, checkpoint_tokens)
+            )
             recurrent = "recurrent_kda" if rule.channels else "recurrent_gated_delta_rule"
             chunks = in_reverse_mode_only(op, gated_delta_rule_chunks, instead=recurrent)
             o, final, pool = chunks(

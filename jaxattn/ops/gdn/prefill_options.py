@@ -114,7 +114,7 @@ def check_writes(
     reads: Array,
     writes: Array | None,
     layer: int | Array | None,
-    kept: Array | None,
+    checkpoint_slots: Array | None,
 ) -> Array:
     """Returns the final states' slots; raises if they or the checkpoints' slots do not fit."""
     count = reads.shape[0]
@@ -122,13 +122,15 @@ def check_writes(
         fits = writes.shape == (count,)
         check_integers(op, "write_indices", writes, f"[{count}]", fits=fits)
     finals = write_slots(op, state, reads, writes, layer, 1)
-    if kept is None or isinstance(kept, jax.core.Tracer):
+    if checkpoint_slots is None or isinstance(checkpoint_slots, jax.core.Tracer):
         return finals
     # Cast to one dtype, because NumPy promotes uint64 with int64 to float64.
-    every: Any = np.asarray(kept).astype(np.int64)
+    all_slots: Any = np.asarray(checkpoint_slots).astype(np.int64)
     name = "checkpoints.slots"
     if not isinstance(finals, jax.core.Tracer):
-        every = np.concatenate([np.asarray(finals).astype(np.int64)[:, None], every], axis=1)
+        all_slots = np.concatenate(
+            [np.asarray(finals).astype(np.int64)[:, None], all_slots], axis=1
+        )
         name = f"write_indices and {name}, side by side,"
-    write_slots(op, state, reads, every, layer, every.shape[1], name=name)
+    write_slots(op, state, reads, all_slots, layer, all_slots.shape[1], name=name)
     return finals

@@ -109,7 +109,10 @@ def gqa_attention(
         kernel = functools.partial(prefill_mosaic, scores=scores, interpret=interpret)
         forward = functools.partial(run, kernel)
         scoring = CausalScoring(
-            scale=scores.scale, window=scores.window, soft_cap=scores.soft_cap, whole=bounds.whole
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+            all_valid=bounds.all_valid,
         )
         attend = with_backward_kernel(arguments.op, forward, scoring, interpret=interpret)
         return attend(operands)

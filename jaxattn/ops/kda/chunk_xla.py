@@ -88,11 +88,14 @@ def _halves(x: Array, size: int) -> tuple[Array, Array]:
     return pairs[..., 0, :, :], pairs[..., 1, :, :]
 
 
-def _joined_sums(up_to: Array, behind: Array, size: int) -> tuple[Array, Array]:
+def _joined_sums(sum_to_row: Array, sum_to_end: Array, size: int) -> tuple[Array, Array]:
     """Returns both sums for blocks of 2 * size rows, from those for blocks of `size` rows."""
-    (first, second), (first_behind, second_behind) = _halves(up_to, size), _halves(behind, size)
-    shape = up_to.shape
-    up_to = jnp.stack([first, second + first[..., -1:, :]], axis=-3)
-    of_second = second[..., -1:, :]
-    behind = jnp.stack([first_behind + of_second, second_behind], axis=-3)
-    return up_to.reshape(shape), behind.reshape(shape)
+    (first, second), (first_to_end, second_to_end) = (
+        _halves(sum_to_row, size),
+        _halves(sum_to_end, size),
+    )
+    shape = sum_to_row.shape
+    sum_to_row = jnp.stack([first, second + first[..., -1:, :]], axis=-3)
+    second_total = second[..., -1:, :]
+    sum_to_end = jnp.stack([first_to_end + second_total, second_to_end], axis=-3)
+    return sum_to_row.reshape(shape), sum_to_end.reshape(shape)

@@ -111,7 +111,7 @@ def heads_layer(
     weights: Float[Array, "L H K N"],
     *,
     layer: Layer,
-    turned: tuple[Rotation, RopeConfig] | None = None,
+    rotary: tuple[Rotation, RopeConfig] | None = None,
     spare_heads: int = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*T H N"]:
@@ -119,7 +119,7 @@ def heads_layer(
 
     Args:
         x: Tokens; heads after the first H are ignored.
-        turned: The tokens' rotation. x then has P more numbers per head, [*T, H, K + P], and the
+        rotary: The tokens' rotation. x then has P more numbers per head, [*T, H, K + P], and the
             result contains them, rotated, after the product, [*T, H, N + P].
         spare_heads: Number of undefined heads appended to the result, for an op that reads heads in
             eights. The kernel supports them if N is a multiple of 128.
@@ -130,34 +130,34 @@ def heads_layer(
     arguments = OpArguments("heads_layer")
     arguments.check("weights", weights, "L H K N", FLOATS)
     heads, inner, size = weights.shape[1:]
-    behind = 0 if turned is None else turned[1].dim
-    if x.shape[-2] < heads or x.shape[-1] != inner + behind:
+    num_rotated_dims = 0 if rotary is None else rotary[1].dim
+    if x.shape[-2] < heads or x.shape[-1] != inner + num_rotated_dims:
         raise ValueError(
             f"heads_layer: x {tuple(x.shape)} must end in [H, K + P], with the K and at least the "
-            f"H of weights {tuple(weights.shape)} and P {behind}"
+            f"H of weights {tuple(weights.shape)} and P {num_rotated_dims}"
         )
     first, affine, number = split_layer_index(layer)
     check_layer(arguments.op, "weights", weights.shape, number)
 
-    angles = None if turned is None else turned[0].angles
+    angles = None if rotary is None else rotary[0].angles
     angles = None if angles is None else angles.reshape(-1, angles.shape[-1])
 
     def reference(tokens: Array, first: Array, weights: Array, angles: Array | None) -> list[Array]:
         weight = lax.dynamic_index_in_dim(weights, affine[0] * first + affine[1], keepdims=False)
         by_head = tokens.reshape(-1, *x.shape[-2:])[:, :heads]
         y = dot("thk,hkn->thn", by_head[..., :inner], weight).astype(x.dtype)
-        if turned is not None and angles is not None:
-            rotated = rope(by_head[..., inner:], Rotation(angles), turned[1])
+        if rotary is not None and angles is not None:
+            rotated = rope(by_head[..., inner:], Rotation(angles), rotary[1])
             y = jnp.concatenate([y, rotated.astype(x.dtype)], axis=-1)
         return [jnp.pad(y, ((0, 0), (0, spare_heads), (0, 0))).reshape(len(tokens), -1)]
 
     def kernel(
         tokens: Array, first: Array, weights: Array, angles: Array | None, interpret: bool
     ) -> list[Array]:
-        if turned is not None and (behind != DIMS or size % ROWS):
+        if rotary is not None and (num_rotated_dims != DIMS or size % ROWS):
             raise Refusal(
                 f"heads_layer: the kernel rotates {DIMS} dims after N, which must be a multiple "
-                f"of {ROWS}; got {behind} dims and N {size}"
+                f"of {ROWS}; got {num_rotated_dims} dims and N {size}"
             )
         if spare_heads and size % ROWS:
             raise Refusal(
@@ -165,18 +165,18 @@ def heads_layer(
                 f"{size}"
             )
         turn = None
-        if turned is not None and angles is not None:
-            turn = RopeEpilogueParams(angles.astype(jnp.float32), turned[1].interleaved)
+        if rotary is not None and angles is not None:
+            turn = RopeEpilogueParams(angles.astype(jnp.float32), rotary[1].interleaved)
         return linears_mosaic(
             tokens, [weights.reshape(-1, inner, size)], layer=first, affine=affine,
-            out_dtypes=[x.dtype], heads=heads, spare_heads=spare_heads, turned=turn,
+            out_dtypes=[x.dtype], heads=heads, spare_heads=spare_heads, rope=turn,
             interpret=interpret,
         )  # fmt: skip
 
     tokens = x.reshape(-1, x.shape[-2] * x.shape[-1]).astype(weights.dtype)
     operands = (tokens, jnp.asarray(first, jnp.int32), weights, angles)
     found = _dispatch("heads_layer", implementation, kernel, reference, operands)
-    return found[0].reshape(*x.shape[:-2], heads + spare_heads, size + behind)
+    return found[0].reshape(*x.shape[:-2], heads + spare_heads, size + num_rotated_dims)
 
 
 def kernel_serves(x: Array, weights: Sequence[Array], *, gated: bool = False) -> bool:
@@ -252,16 +252,16 @@ def _linears(
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in found]
 
 
-def heads_serve(x: Array, weights: Array, behind: int = 0) -> bool:
+def heads_serve(x: Array, weights: Array, num_rotated_dims: int = 0) -> bool:
     """Returns whether the kernel supports this `heads_layer` call and is faster than XLA.
 
     Args:
-        behind: Number of dims of x that are rotated.
+        num_rotated_dims: Number of dims of x that are rotated.
     """
     tokens = x.size // (x.shape[-2] * x.shape[-1]) if x.size else 0
     inner, size = weights.shape[-2:]
     stack = jax.ShapeDtypeStruct((1, inner, size), weights.dtype)
-    if behind and (behind != DIMS or size % ROWS):
+    if num_rotated_dims and (num_rotated_dims != DIMS or size % ROWS):
         return False
     return tokens <= FEW_TOKENS and not refusal((tokens, inner), x.dtype, [stack], least=ROWS)
 

@@ -272,7 +272,7 @@ def _decode_xla(call: MlaDecodeCall) -> tuple[jax.Array, jax.Array]:
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
     # Queries are rows s * H + h.
     most = block_tables.shape[1] * kv_cache.shape[-2]
-    limit = seen_lengths(seq_lens, query_lens, tokens=q_len, most=most)
+    limit = seen_lengths(seq_lens, query_lens, tokens=q_len, max_tokens=most)
     limit = jnp.repeat(limit, heads, axis=1)
     queries = q.reshape(batch, q_len * heads, dim).astype(wide)
     queries = jnp.where((limit > 0)[..., None], queries, 0)

@@ -168,11 +168,11 @@ def causal_attention(
             count = jnp.clip(lengths, 0, q.shape[1])
             rows = jnp.stack([0 * count, count, count, 0 * count], axis=1)
             return attend(
-                q, k, k_pe, v, rows, scale=scale, firsts=first, whole=bounds.whole,
+                q, k, k_pe, v, rows, scale=scale, firsts=first, all_valid=bounds.all_valid,
                 interpret=interpret,
             )  # fmt: skip
 
-        scoring = CausalScoring(scale=scale, whole=bounds.whole)
+        scoring = CausalScoring(scale=scale, all_valid=bounds.all_valid)
         run = with_backward_kernel("causal_attention", forward, scoring, interpret=interpret)
         return run(operands)
 

@@ -68,16 +68,18 @@ def attend(
     *,
     scale: float,
     firsts: jax.Array | None = None,
-    whole: bool = False,
+    all_valid: bool = False,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes softmax(scale q [k, k_pe]^T) v, where query t of row b sees a range of keys.
 
-    Arguments and results are those of the kernel's `attend_mosaic`. `whole` means that every row is
-    as long as its padded shape.
+    Arguments and results are those of the kernel's `attend_mosaic`. `all_valid` means that every
+    row is as long as its padded shape.
     """
     if v.shape[-1] != WIDE[2]:
-        config = launch.MlaPrefillTileConfig.resident() if whole else launch.MlaPrefillTileConfig()
+        config = (
+            launch.MlaPrefillTileConfig.resident() if all_valid else launch.MlaPrefillTileConfig()
+        )
         return launch.attend_mosaic(
             q, k, k_pe, v, bounds, scale=scale, firsts=firsts, config=config, interpret=interpret
         )

@@ -120,16 +120,18 @@ def mixture_of_experts(
             f"{op}: activation must be a ClampedSwiGLU or None, got {type(activation).__name__}"
         )
     rows = [shape[:-1] for shape in _matrices(gate_up, down, form)]
-    beside: tuple[Array | None, ...] = (
+    scales_and_biases: tuple[Array | None, ...] = (
         *_checked_scales(op, gate_up, down, gate_up_scale, down_scale),
         *_checked_biases(op, rows, gate_up_bias, down_bias),
     )
     if layer is None:
         gate_up, down = gate_up[None], down[None]
-        beside = tuple(None if each is None else each[None] for each in beside)
+        scales_and_biases = tuple(
+            None if each is None else each[None] for each in scales_and_biases
+        )
     first, affine, number = split_layer_index(0 if layer is None else layer)
     check_layer(op, "gate_up", gate_up.shape, checkable_layer(0 if layer is None else layer))
-    operands = (x, ids, weights, gate_up, down, *beside, jnp.asarray(first, jnp.int32))
+    operands = (x, ids, weights, gate_up, down, *scales_and_biases, jnp.asarray(first, jnp.int32))
     refuse_explicit_axes(op, *operands)
 
     def reference(*operands: Any) -> Array:
@@ -139,8 +141,8 @@ def mixture_of_experts(
         )
 
     def mosaic(interpret: bool) -> Any:
-        def kernels(x, ids, weights, gate_up, down, *beside):
-            *scales, gate_up_bias, down_bias, first = beside
+        def kernels(x, ids, weights, gate_up, down, *scales_and_biases):
+            *scales, gate_up_bias, down_bias, first = scales_and_biases
             return mixture_of_experts_mosaic(
                 x, ids, weights, gate_up, down,
                 gate_up_scale=scales[0], down_scale=scales[1], gate_up_bias=gate_up_bias,
@@ -157,13 +159,13 @@ def mixture_of_experts(
             "activation": activation, "affine": affine, "interpret": interpret,
         }  # fmt: skip
 
-        def forward(x, ids, weights, gate_up, down, *beside):
-            *_, gate_up_bias, down_bias, first = beside
-            given = ExpertOperands(x, weights, gate_up, down, gate_up_bias, down_bias)
-            return forward_with_residuals(given, ids, layer=first, **options)
+        def forward(x, ids, weights, gate_up, down, *scales_and_biases):
+            *_, gate_up_bias, down_bias, first = scales_and_biases
+            expert_operands = ExpertOperands(x, weights, gate_up, down, gate_up_bias, down_bias)
+            return forward_with_residuals(expert_operands, ids, layer=first, **options)
 
-        def backward(kept, cotangent):
-            x, weights, gate_up, down, *biases = gradients(kept, cotangent, **options)
+        def backward(residuals, cotangent):
+            x, weights, gate_up, down, *biases = gradients(residuals, cotangent, **options)
             return x, None, weights, gate_up, down, None, None, *biases, None
 
         differentiable = jax.custom_vjp(kernels)

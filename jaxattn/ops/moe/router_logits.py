@@ -107,8 +107,8 @@ def _training_logits_fwd(x: Array, router: Array) -> tuple[Array, tuple[Array, A
     return _training_logits(x, router), kept
 
 
-def _training_logits_bwd(kept: tuple[Array, Array], of_logits: Array) -> tuple[Array, Array]:
-    x, router = kept
+def _training_logits_bwd(residuals: tuple[Array, Array], of_logits: Array) -> tuple[Array, Array]:
+    x, router = residuals
     count = router.shape[1]
     of_logits, router = (_in_halves(each) for each in (of_logits.astype(jnp.bfloat16), router))
     of_x = _product(of_logits, router, (1, 1), x.dtype).astype(jnp.float32)

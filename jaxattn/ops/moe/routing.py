@@ -171,8 +171,8 @@ def with_gradient_of_weights(
         ids, weights = choose(*operands)
         return (ids, weights), (ids, operands)
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        ids, operands = kept
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        ids, operands = residuals
         return jax.vjp(partial(weights_of, ids), *operands)[1](cotangents[1])
 
     differentiable.defvjp(forward, backward)

@@ -123,7 +123,7 @@ def _common(
     first = jnp.zeros_like(lengths) if begins is None else begins
     held = jnp.stack([first, jnp.minimum(lengths, block_tables.shape[1] * page)])
     return turbo_common_mosaic(
-        stack, block_tables, held, layer, form=form, samples=SAMPLES, most=MOST,
+        stack, block_tables, held, layer, form=form, samples=SAMPLES, max_abs=MOST,
         interpret=interpret,
     )  # fmt: skip
 

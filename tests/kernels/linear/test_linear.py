@@ -182,7 +182,7 @@ def turned_heads(tokens, heads, inner, size, interleaved, seed=0):
 def check_turned(tokens, heads, inner, size, interleaved, implementation):
     x, weights, turned = turned_heads(tokens, heads, inner, size, interleaved, seed=tokens)
     op = partial(
-        heads_layer, layer=1, turned=turned, spare_heads=-heads % 8, implementation=implementation
+        heads_layer, layer=1, rotary=turned, spare_heads=-heads % 8, implementation=implementation
     )
     found = jax.jit(op)(x, weights)
     assert found.shape == (tokens, -(-heads // 8) * 8, size + 64)
@@ -214,7 +214,7 @@ def test_no_race_between_a_product_and_what_is_rotated():
         (found,) = at_once(
             linears_mosaic,
             x.reshape(3, -1), [weights.reshape(-1, 128, 128)], layer=jnp.int32(1), heads=2,
-            turned=RopeEpilogueParams(angles.angles, config.interleaved),
+            rope=RopeEpilogueParams(angles.angles, config.interleaved),
             config=LinearTileConfig(parts=2, stages=2),
             out_dtypes=[jnp.bfloat16], interpret=True,
         )  # fmt: skip

@@ -281,6 +281,6 @@ def test_a_cut_fits_its_sizes_and_shared_memory(tokens, shape):
 def test_few_tokens_are_one_small_tile_and_many_a_large_one():
     assert token_tile(6, 64, 1) == 8 and token_tile(48, 2, 8) == 8
     assert token_tile(49152, 64, 8192) == 128
-    assert token_tile(49152, 64, 8192, most=64) == 64
+    assert token_tile(49152, 64, 8192, max_tile=64) == 64
     with pytest.raises(dataclasses.FrozenInstanceError):
         choose(tokens=1, **SHAPES["v2-lite"]).columns = 16

@@ -44,7 +44,7 @@ def test_as_plain_jax(preset, dim, page, window, implementation):
     wanted = at_once(common_key, case.form, *args, held[1], held[0], at)
     interpret = implementation == "mosaic_gpu_interpret"
     op = functools.partial(
-        turbo_common_mosaic, form=case.form, samples=SAMPLES, most=MOST, interpret=interpret,
+        turbo_common_mosaic, form=case.form, samples=SAMPLES, max_abs=MOST, interpret=interpret,
     )  # fmt: skip
     if interpret:
         with no_races():

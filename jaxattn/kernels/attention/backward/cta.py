@@ -60,7 +60,7 @@ class BackwardCta:
                 )
                 consumer = kind(
                     config=config, tiles=self.tiles, memory=memory, scores=self.scores,
-                    dtype=self.dtype, wg=number, first=first, outputs=outputs,
+                    dtype=self.dtype, wg=number, first_keys=first, outputs=outputs,
                     query_gradient=query_gradient, interpret=self.interpret,
                 )  # fmt: skip
 

@@ -62,7 +62,7 @@ class BackwardConsumer:
     scores: ScoreGradient
     dtype: Any
     wg: int
-    first: Any
+    first_keys: Any
     outputs: KeyTileOutputs
     query_gradient: QueryGradient
     interpret: bool
@@ -124,17 +124,19 @@ class BackwardConsumer:
         shape, config = p.shape, self.config
 
         def mask(p: jax.Array) -> jax.Array:
-            mine = 0 if config.by_dims else self.wg * ROWS
+            row_offset = 0 if config.by_dims else self.wg * ROWS
             key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
-            key += tile.number * config.keys + mine
+            key += tile.number * config.keys + row_offset
             query = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-            seen = key <= query + m * config.queries
-            if self.first is not None:
-                some = pl.ds(pl.multiple_of(m * config.queries, config.queries), config.queries)
-                place = self.first.at[tile.row, some]
-                first = plgpu.load(place, layout=COLUMN, optimized=False)
-                seen &= key >= lax.broadcast_in_dim(first, shape, [1])
-            return jnp.where(seen, p, 0.0)
+            is_visible = key <= query + m * config.queries
+            if self.first_keys is not None:
+                query_slice = pl.ds(
+                    pl.multiple_of(m * config.queries, config.queries), config.queries
+                )
+                first_keys_ref = self.first_keys.at[tile.row, query_slice]
+                first_key = plgpu.load(first_keys_ref, layout=COLUMN, optimized=False)
+                is_visible &= key >= lax.broadcast_in_dim(first_key, shape, [1])
+            return jnp.where(is_visible, p, 0.0)
 
         p = lax.cond(self.tiles.masked(tile, m), mask, lambda p: p, p)
         return p.astype(self.dtype), slope
@@ -166,7 +168,7 @@ class BackwardConsumer:
             plgpu.ACC((ROWS, columns), jnp.float32) for columns in (self.config.queries, DIMS)
         )
         dims = self.config.values, self.config.dims
-        sums = ([piece] * self.config.own_pieces(some) for some in dims)
+        sums = ([piece] * self.config.own_pieces(num_dims) for num_dims in dims)
         return square, square, *sums, piece
 
     def begin(self, number: jax.Array) -> Any:
@@ -260,14 +262,14 @@ class BackwardConsumer:
 
         @pl.when(first < outputs.dv.shape[1])
         def _store() -> None:
-            at = tile.row, pl.ds(pl.multiple_of(first, ROWS), ROWS), tile.head
+            rows_index = tile.row, pl.ds(pl.multiple_of(first, ROWS), ROWS), tile.head
             for stage, dims, _, ref, rest in kinds:
                 for piece in self.own(dims):
-                    begin, to = piece * DIMS, ref
+                    begin, destination = piece * DIMS, ref
                     if begin >= ref.shape[3]:
-                        begin, to = begin - ref.shape[3], rest
-                    place = to.at[*at, pl.ds(begin, DIMS)]
-                    plgpu.copy_smem_to_gmem(stage.at[piece, self.rows], place)
+                        begin, destination = begin - ref.shape[3], rest
+                    destination_dims = destination.at[*rows_index, pl.ds(begin, DIMS)]
+                    plgpu.copy_smem_to_gmem(stage.at[piece, self.rows], destination_dims)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(memory.tile_read.at[0])

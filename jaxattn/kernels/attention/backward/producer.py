@@ -52,42 +52,42 @@ class BackwardProducer:
         done, loaded = carry
         memory, sources, config = self.memory, self.sources, self.config
         pl.when(loaded > 0)(lambda: plgpu.barrier_wait(memory.tile_read.at[0]))
-        at = pl.ds(pl.multiple_of(tile.number * config.keys, config.keys), config.keys)
-        there = memory.tile_loaded.at[0]
-        place = tile.row, at, tile.head
-        rest = None if sources.k_rest is None else sources.k_rest.at[tile.row, at]
-        self._copy(sources.k.at[place], memory.keys.at[0], there, rest)
-        self._copy(sources.v.at[place], memory.values.at[0], there)
+        key_slice = pl.ds(pl.multiple_of(tile.number * config.keys, config.keys), config.keys)
+        barrier = memory.tile_loaded.at[0]
+        key_index = tile.row, key_slice, tile.head
+        rest = None if sources.k_rest is None else sources.k_rest.at[tile.row, key_slice]
+        self._copy(sources.k.at[key_index], memory.keys.at[0], barrier, rest)
+        self._copy(sources.v.at[key_index], memory.values.at[0], barrier)
         steps = self.tiles.steps(tile)
         stages = config.stages
 
         @pl.loop(0, jnp.where(steps > 0, steps + stages, 0))
         def _(i: jax.Array) -> None:
             # The dQ of the step whose pipeline stage is loaded next.
-            before = i - stages
+            stored_step = i - stages
             load = functools.partial(self._step, tile, done, i)
-            pl.when(before >= 0)(lambda: self.storer.begin(tile, before))
+            pl.when(stored_step >= 0)(lambda: self.storer.begin(tile, stored_step))
             if not config.shared_places:
                 pl.when(i < steps)(load)
-            pl.when(before >= 0)(lambda: self.storer.end(tile, before))
+            pl.when(stored_step >= 0)(lambda: self.storer.end(tile, stored_step))
             if config.shared_places:  # the consumers wait there before they read what was loaded
                 pl.when(i < steps)(load)
 
         return done + steps, loaded + 1
 
-    def _copy(self, source: Any, to: Any, there: Any, rest: Any = None) -> None:
+    def _copy(self, source: Any, destination: Any, barrier: Any, rest: Any = None) -> None:
         """Starts the copies of all pieces; `rest` holds the last ones."""
-        for piece in range(to.shape[0]):
+        for piece in range(destination.shape[0]):
             begin, ref = piece * DIMS, source
             if begin >= source.shape[1]:
                 begin, ref = begin - source.shape[1], rest
-            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(begin, DIMS)], to.at[piece], there)
+            plgpu.copy_gmem_to_smem(ref.at[:, pl.ds(begin, DIMS)], destination.at[piece], barrier)
 
     def _step(self, tile: KeyTile, done: jax.Array, i: jax.Array) -> None:
         memory, sources, config = self.memory, self.sources, self.config
         number = done + i
         head, m = self.tiles.step(tile, i)
-        at = pl.ds(pl.multiple_of(m * config.queries, config.queries), config.queries)
+        query_slice = pl.ds(pl.multiple_of(m * config.queries, config.queries), config.queries)
 
         def free(read: Any, stages: int) -> jax.Array:
             slot = lax.rem(number, jnp.int32(stages))
@@ -95,13 +95,13 @@ class BackwardProducer:
             return slot
 
         slot = free(memory.queries_read, config.stages)
-        there = memory.queries_loaded.at[slot]
-        self._copy(sources.q.at[tile.row, at, head], memory.queries.at[slot], there)
-        stats = sources.stats.at[tile.row, head, :, at]
-        plgpu.copy_gmem_to_smem(stats, memory.row_stats.at[slot], there)
+        barrier = memory.queries_loaded.at[slot]
+        self._copy(sources.q.at[tile.row, query_slice, head], memory.queries.at[slot], barrier)
+        stats = sources.stats.at[tile.row, head, :, query_slice]
+        plgpu.copy_gmem_to_smem(stats, memory.row_stats.at[slot], barrier)
         slot = free(memory.outputs_read, config.output_stages)
-        there = memory.outputs_loaded.at[slot]
-        self._copy(sources.grads.at[tile.row, at, head], memory.outputs.at[slot], there)
+        barrier = memory.outputs_loaded.at[slot]
+        self._copy(sources.grads.at[tile.row, query_slice, head], memory.outputs.at[slot], barrier)
 
     def drain(self, carry: tuple[jax.Array, jax.Array]) -> None:
         """Waits for the remaining completions: a thread that waits on a barrier must observe each

@@ -61,23 +61,23 @@ def ranges_of(
     keys, queries = config.keys, config.queries
     count, steps = -(-tokens // keys), -(-tokens // queries)
     begins = jnp.arange(count, dtype=jnp.int32) * keys
-    there = begins < lengths[:, None]
+    has_keys = begins < lengths[:, None]
     if first is None:
-        seen = jnp.broadcast_to(lengths[:, None], there.shape)
-        full = jnp.full_like(seen, steps)
+        num_queries = jnp.broadcast_to(lengths[:, None], has_keys.shape)
+        full = jnp.full_like(num_queries, steps)
         turns = jnp.zeros((lengths.shape[0], steps), jnp.int32)
     else:
         first = jnp.where(jnp.arange(tokens) < lengths[:, None], first, jnp.int32(2**30))
         # The number of queries that may see each tile's last key, and its first one or one before
         # it.
-        seen, full = (
+        num_queries, full = (
             (first[:, :, None] <= key).sum(axis=1, dtype=jnp.int32)
             for key in (begins + keys - 1, begins)
         )
         full = full // queries
         first = jnp.pad(first, ((0, 0), (0, steps * queries - tokens)), constant_values=2**30)
         turns = first[:, ::queries] // keys
-    end = jnp.where(there, (seen + queries - 1) // queries, 0)
+    end = jnp.where(has_keys, (num_queries + queries - 1) // queries, 0)
     return BackwardRanges(jnp.stack([end, full], axis=-1).astype(jnp.int32), turns, first)
 
 
@@ -121,10 +121,10 @@ class BackwardTileScheduler:
             return tile.head, tile.end - 1 - i
         # The steps alternate between the group's heads: head by head, a short tile would wait for a
         # long one at each head.
-        turn, place = (f(i, jnp.int32(self.group)) for f in (lax.div, lax.rem))
-        return tile.head * self.group + place, tile.end - 1 - turn
+        query_tile, group_head = (f(i, jnp.int32(self.group)) for f in (lax.div, lax.rem))
+        return tile.head * self.group + group_head, tile.end - 1 - query_tile
 
     def masked(self, tile: KeyTile, m: jax.Array) -> jax.Array:
         """Whether some query of query tile m does not see some key of the tile."""
-        behind = m * self.queries >= tile.number * self.keys + (self.keys - 1)
-        return jnp.logical_not(behind & (m < tile.full))
+        is_below_diagonal = m * self.queries >= tile.number * self.keys + (self.keys - 1)
+        return jnp.logical_not(is_below_diagonal & (m < tile.full))

@@ -34,9 +34,9 @@ class ChunkGradientRefs:
     dstate_smem: Any
     m_smem: Any
     products_smem: Any  # products of q and k with their gradients, for each half of the channels
-    first: Any  # the operands of the first products
+    first_loaded: Any  # the operands of the first products
     rest: Any
-    met: Any
+    warpgroup_barrier: Any
 
 
 def tile(ref: Any) -> jax.Array:

@@ -134,16 +134,16 @@ def input_gradients(
             "parts_smem": plgpu.SMEM((WARPGROUPS, PARTS, CHUNK), jnp.float32),
             "products_smem": plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.float32),
             "keys": plgpu.Barrier(num_arrivals=4),
-            "first": plgpu.Barrier(num_arrivals=7, num_barriers=SLOTS),
+            "first_loaded": plgpu.Barrier(num_arrivals=7, num_barriers=SLOTS),
             "solve": plgpu.Barrier(num_arrivals=2),
             "rest": plgpu.Barrier(num_arrivals=4),
-            "behind": plgpu.Barrier(num_arrivals=2),
+            "dstate_loaded": plgpu.Barrier(num_arrivals=2),
             "keys_read": read,
             "first_read": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
             "solve_read": read,
             "rest_read": read,
             "behind_read": read,
-            "met": read,
+            "warpgroup_barrier": read,
         },
         warpgroups=WARPGROUPS + 1,
         compiler_params=LANE,
@@ -239,7 +239,7 @@ class InputGradientCta:
                 copy_rows(refs.q_ref.at[chunk, :, key_head], refs.q_smem.at[0], refs.keys)
 
             when_read(refs.first_read.at[slot], SLOTS)
-            first = refs.first.at[slot]
+            first = refs.first_loaded.at[slot]
             place = refs.state_smem.at[slot]
             of_keys = [ref.at[chunk, :, key_head] for ref in (refs.dq_ref, refs.dk_ref)]
             pl.when(begins)(functools.partial(_copy_state, of_keys, place, first))
@@ -257,7 +257,7 @@ class InputGradientCta:
             copy_rows(refs.do_ref.at[chunk, :, head], refs.do_smem.at[0], refs.rest)
             copy_rows(refs.y_ref.at[chunk, :, head], refs.y_smem.at[0], refs.rest)
             when_read(refs.behind_read)
-            copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem.at[0], refs.behind)
+            copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem.at[0], refs.dstate_loaded)
             pl.when((n > 0) & begins)(keys)  # read last of all
             return carry
 
@@ -272,8 +272,8 @@ class InputGradientCta:
         """Synchronizes both warpgroups: each sees what the other has written, and both have
         finished their reads."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.refs.met)
-        plgpu.barrier_wait(self.refs.met)
+        plgpu.barrier_arrive(self.refs.warpgroup_barrier)
+        plgpu.barrier_wait(self.refs.warpgroup_barrier)
 
     def _value_head(
         self, first: jax.Array, n: jax.Array, carry: tuple[KeyGradients, jax.Array]
@@ -281,7 +281,7 @@ class InputGradientCta:
         refs, step, (total, anew) = self.refs, first + n, carry
         slot = lax.rem(step, jnp.int32(SLOTS))
         head = ValueHead(refs, self.wg, slot, anew, interpret=self.interpret)
-        plgpu.barrier_wait(refs.first.at[slot])
+        plgpu.barrier_wait(refs.first_loaded.at[slot])
         w = head.seen()
         # Waits for earlier copies out, also those of the other slot.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -147,9 +147,9 @@ def channel_gradients(
             "vectors_smem": plgpu.SMEM(vectors.shape[2:], jnp.float32),
             "products_smem": plgpu.SMEM((WARPGROUPS, 4, CHUNK), jnp.float32),
             "dbeta_smem": plgpu.SMEM((WARPGROUPS, CHUNK), jnp.float32),
-            "first": plgpu.Barrier(num_arrivals=9),
+            "first_loaded": plgpu.Barrier(num_arrivals=9),
             "rest": plgpu.Barrier(num_arrivals=14),
-            "met": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "warpgroup_barrier": plgpu.Barrier(num_arrivals=WARPGROUPS),
         },
         warpgroups=WARPGROUPS,
         compiler_params=LANE,
@@ -175,7 +175,7 @@ class ChannelGradientCta:
     def run(self) -> None:
         refs, wg = self.refs, self.wg
         pl.when(wg == 0)(self._copy)
-        plgpu.barrier_wait(refs.first)
+        plgpu.barrier_wait(refs.first_loaded)
         values = self._values()
         self._sync_warpgroups()
         plgpu.barrier_wait(refs.rest)
@@ -196,12 +196,12 @@ class ChannelGradientCta:
         refs, chunk, head = self.refs, self.chunk, self.head
         clear_triangles(refs.m_smem)
         plgpu.commit_smem()
-        copy_rows(refs.read_ref.at[chunk, head], refs.read_smem, refs.first)
-        copy_rows(refs.states_ref.at[chunk, head], refs.state_smem, refs.first)
-        copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem, refs.first)
-        copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], refs.first)
+        copy_rows(refs.read_ref.at[chunk, head], refs.read_smem, refs.first_loaded)
+        copy_rows(refs.states_ref.at[chunk, head], refs.state_smem, refs.first_loaded)
+        copy_rows(refs.v_ref.at[chunk, :, head], refs.v_smem, refs.first_loaded)
+        copy_triangle(refs.m_ref.at[chunk, head], refs.m_smem.at[0], refs.first_loaded)
         vectors = refs.vectors_ref.at[chunk, head]
-        plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem, refs.first)
+        plgpu.copy_gmem_to_smem(vectors, refs.vectors_smem, refs.first_loaded)
         copy_rows(refs.dstates_ref.at[chunk, head], refs.dstate_smem, refs.rest)
         for ref, smem in ((refs.do_ref, refs.do_smem), (refs.y_ref, refs.y_smem)):
             copy_rows(ref.at[chunk, :, head], smem, refs.rest)
@@ -214,8 +214,8 @@ class ChannelGradientCta:
         """Synchronizes both warpgroups: each sees what the other has written, and both have
         finished their reads."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.refs.met)
-        plgpu.barrier_wait(self.refs.met)
+        plgpu.barrier_arrive(self.refs.warpgroup_barrier)
+        plgpu.barrier_wait(self.refs.warpgroup_barrier)
 
     def _sum_warpgroups(self, *rows: jax.Array) -> list[jax.Array]:
         """Returns sums [64] over both warpgroups' rows."""

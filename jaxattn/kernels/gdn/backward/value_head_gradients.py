@@ -45,7 +45,7 @@ class InputGradientRefs(ChunkGradientRefs):
     parts_smem: Any
     keys: Any  # keys and queries
     solve: Any  # M
-    behind: Any  # the gradient of the state after the chunk
+    dstate_loaded: Any  # the gradient of the state after the chunk
     keys_read: Any
     first_read: Any
     solve_read: Any
@@ -188,7 +188,7 @@ class ValueHead:
             # Each accumulator continues from a previous one.
             q_sum = WgmmaAccumulator(accs[3], total.q + self._rows(OUT) * of_q.read(pending=2))
             q_sum.add(f, keys)
-            plgpu.barrier_wait(refs.behind)
+            plgpu.barrier_wait(refs.dstate_loaded)
             add(of_written, self.u, refs.dstate_smem)
             by_row = over_rows(self._row(READ) * self._row(BETA))
             k_sum = WgmmaAccumulator(accs[4], total.k + by_row * of_k.read(pending=3))

@@ -39,7 +39,8 @@ class ChunkPlan(NamedTuple):
     # another run.
     table: jax.Array
     num_chunks: int  # N
-    kept: jax.Array | None  # int32 [N], the slot that receives the state after the chunk, or -1
+    # int32 [N], the slot that receives the state after the chunk, or -1
+    checkpoint_slots: jax.Array | None
     sequences: jax.Array  # int32 [n, 3], first run, number of runs, slot of the initial state
 
 

@@ -163,8 +163,9 @@ def gdn_prefill_mosaic(
         )
     o, states = output_pass(
         q, k, v, x, p, vectors, table.table, drawn, written=written, starts=starts,
-        layer=slots.layer, finals=count if pool is None else pool.states, kept=table.kept,
-        norm=norm if inside else None, busy=busy, interpret=interpret,
+        layer=slots.layer, finals=count if pool is None else pool.states,
+        checkpoint_slots=table.checkpoint_slots, norm=norm if inside else None, busy=busy,
+        interpret=interpret,
     )  # fmt: skip
     o = o[:tokens]
     if afterwards != 1.0:

@@ -160,7 +160,7 @@ class GqaDecodeCall:
             "layer_ref": self.layer,
             "table_ref": self.block_tables,
             "lens_ref": self.seq_lens,
-            "made_of_ref": self.schedule.seq_lens,
+            "scheduled_lens_ref": self.schedule.seq_lens,
             "cuts_ref": line.cuts,
             "order_ref": line.order,
             "query_lens_ref": self.query_lens,

@@ -87,7 +87,7 @@ class GqaDecodeRefs:
     layer_ref: Any
     table_ref: Any
     lens_ref: Any
-    made_of_ref: Any  # None: the schedule is the call's own
+    scheduled_lens_ref: Any  # None: the schedule is the call's own
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
     query_lens_ref: Any  # None: every row has all S tokens
@@ -120,24 +120,24 @@ class GqaDecodeTile:
 
     Attributes:
         done: Steps of the part before the piece.
-        first: The first of the piece's steps that this warpgroup takes.
+        first_step: The first of the piece's steps that this warpgroup takes.
         first_token: The first token of the piece.
         length: Tokens of the pair's row.
         begin: The first key that any of its query tokens sees, if `GqaDecodeCta.first_key` returns
             it.
         visible: [N, 64], the number of keys that the packed row of each score sees.
-        least: The least of these numbers in a row without padding; 0 in other rows.
+        min_visible: The least of these numbers in a row without padding; 0 in other rows.
         factor: The factor of the scores, a number or [N, 64].
         queries_at: The index, of two places in shared memory, of the piece's queries.
     """
 
     done: jax.Array
-    first: jax.Array
+    first_step: jax.Array
     first_token: jax.Array
     length: jax.Array
     begin: jax.Array | None
     visible: jax.Array
-    least: jax.Array
+    min_visible: jax.Array
     factor: Any
     queries_at: jax.Array
 
@@ -156,7 +156,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         self.mine = pl.ds(self.tile * cut.columns, cut.columns)
         self.rows = PackedRows(
             q_len=cut.q_len, group=cut.group, kv_heads=cut.kv_heads, columns=cut.columns,
-            first=self.tile * cut.columns, interpret=cut.interpret,
+            first_row=self.tile * cut.columns, interpret=cut.interpret,
         )  # fmt: skip
         outputs = GqaOutputTile(
             self.part, cut.first_rows, cut.out_rows, cut.head_dim, self.mine, self.rows,
@@ -179,9 +179,9 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         """Returns the state after the `i`-th of the piece's steps that this warpgroup takes."""
         raise NotImplementedError
 
-    def steps(self, piece: GqaDecodeTile, taken: jax.Array, state: Any) -> Any:
-        """Returns the state after `taken` of these steps."""
-        return lax.fori_loop(0, taken, functools.partial(self.step, piece), state)
+    def steps(self, piece: GqaDecodeTile, num_steps: jax.Array, state: Any) -> Any:
+        """Returns the state after `num_steps` of these steps."""
+        return lax.fori_loop(0, num_steps, functools.partial(self.step, piece), state)
 
     def result(self, state: Any) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         """Returns (output in blocks [dims, N], largest log2 of weights [N], their sums [N, 64])."""
@@ -212,14 +212,14 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         first_slot = 2 * self.index
         if refs.part_slots_ref is not None:
             first_slot = refs.part_slots_ref[self.index]
-        asked = (cuts_ref, refs.part_slots_ref, refs.slots_ref, refs.arrived_ref)
+        prefetch_refs = (cuts_ref, refs.part_slots_ref, refs.slots_ref, refs.arrived_ref)
         return dict(
             begin=begin, end=end, lens_ref=refs.lens_ref, table_ref=refs.table_ref,
             kv_ref=refs.kv_ref, layer=layer, index=self.index,
             order_ref=refs.order_ref, kv_heads=cut.kv_heads, head_dim=cut.head_dim,
             q_len=cut.q_len, window=cut.window, query_lens_ref=refs.query_lens_ref,
-            made_of_ref=refs.made_of_ref, first_slot=first_slot,
-            asked_refs=tuple(ref for ref in asked if ref is not None),
+            scheduled_lens_ref=refs.scheduled_lens_ref, first_slot=first_slot,
+            prefetch_refs=tuple(ref for ref in prefetch_refs if ref is not None),
         )  # fmt: skip
 
     def run(self) -> None:
@@ -259,19 +259,19 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
                     write_nothing(self.epilogue.outputs, pair, known)
 
     def _piece(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
         """Processes this warpgroup's steps of a piece, and merges the results of all warpgroups."""
-        (number, done), pair = carry, place.row
+        (number, done), pair = carry, position.row
         piece = self._opened(pair, start, number, done)
         consumers, memory = self.cut.consumers, self.epilogue.memory
-        taken = lax.div(steps + (consumers - 1) - piece.first, consumers)
-        accs, top, total = self.result(self.steps(piece, taken, self.empty()))
+        num_steps = lax.div(steps + (consumers - 1) - piece.first_step, consumers)
+        accs, top, total = self.result(self.steps(piece, num_steps, self.empty()))
         begins = lax.rem(done, consumers) if self.cut.batch_invariant else None
-        merge(accs, top, total.sum(axis=1), self.epilogue, place, steps, begins)
+        merge(accs, top, total.sum(axis=1), self.epilogue, position, steps, begins)
         if self.refs.slots_ref is not None:
-            whole = steps == self.part.pages_of(pair)
-            pl.when(jnp.logical_not(whole))(lambda: self._combine(pair))
+            is_whole = steps == self.part.pages_of(pair)
+            pl.when(jnp.logical_not(is_whole))(lambda: self._combine(pair))
         # Only here is it known that all four warps have observed the arrival of the queries.
         plgpu.barrier_arrive(memory.queries_read.at[piece.queries_at])
         return number + 1, done + steps
@@ -285,17 +285,17 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
         begin = self.first_key(pair)
         first_token = (start + part.first_step_of(pair)) * PAGE
         visible = visible_keys(
-            self.rows.first + self.iota(0), length, queries,
+            self.rows.first_row + self.iota(0), length, queries,
             q_len=cut.q_len, num_heads=cut.group, layout=SCORES,
         )  # fmt: skip
-        least = length - (cut.q_len - 1)
+        min_visible = length - (cut.q_len - 1)
         if queries is not None:
-            least = jnp.where(queries == cut.q_len, least, 0)
+            min_visible = jnp.where(queries == cut.q_len, min_visible, 0)
         queries_at = lax.rem(number, QUERIES)
         plgpu.barrier_wait(self.epilogue.memory.queries_loaded.at[queries_at])
         return GqaDecodeTile(
-            done=done, first=self.first_step(done), first_token=first_token, length=length,
-            begin=begin, visible=visible, least=least,
+            done=done, first_step=self.first_step(done), first_token=first_token, length=length,
+            begin=begin, visible=visible, min_visible=min_visible,
             factor=self.factor(pair, queries_at),
             queries_at=queries_at,
         )  # fmt: skip
@@ -325,8 +325,8 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
 
             @pl.loop(self.wg, shares * (cut.columns // ACROSS), step=cut.consumers)
             def _each(i: jax.Array) -> None:
-                first = self.rows.first + lax.div(i, shares) * ACROSS
-                eight = dataclasses.replace(self.rows, columns=ACROSS, first=first)
+                first = self.rows.first_row + lax.div(i, shares) * ACROSS
+                eight = dataclasses.replace(self.rows, columns=ACROSS, first_row=first)
                 first_dim = lax.rem(i, shares) * (chunks * WIDTH)
                 combination.write(row, head, slots, eight, first_dim, chunks)
 
@@ -350,7 +350,7 @@ class GqaDecodeCta[C: GqaDecodeConfig, M]:
 
     def all_visible(self, piece: GqaDecodeTile, token: jax.Array) -> jax.Array:
         """Whether each packed row sees all of the 64 keys from `token` on."""
-        seen = token + PAGE <= piece.least
+        seen = token + PAGE <= piece.min_visible
         if self.cut.window is not None:
             seen &= token >= piece.length - self.cut.window
         return seen

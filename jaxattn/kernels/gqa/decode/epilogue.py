@@ -33,7 +33,7 @@ class ExchangeSmemProtocol(Protocol):
     Attributes:
         outputs: float32 [w, N, D and a margin].
         stats: float32 [3, w, N], maxima at 1 and sums at 2.
-        both_there: The barrier at which all of them arrive.
+        consumer_barrier: The barrier at which all of them arrive.
     """
 
     @property
@@ -41,7 +41,7 @@ class ExchangeSmemProtocol(Protocol):
     @property
     def stats(self) -> Any: ...
     @property
-    def both_there(self) -> Any: ...
+    def consumer_barrier(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,14 +73,14 @@ class GqaOutputTile:
 
     def write(self, pair: jax.Array, first_dim: Any, out: jax.Array) -> None:
         """Writes dims of a pair's output."""
-        at = self.first_rows[0] + self.at(pair)
-        self.packed.store(self.out, at, first_dim, out.astype(self.out.dtype))
+        first_row = self.first_rows[0] + self.at(pair)
+        self.packed.store(self.out, first_row, first_dim, out.astype(self.out.dtype))
 
     def write_lse(self, pair: jax.Array, lse: jax.Array) -> None:
         self.packed.store_numbers(self.lse, self.at(pair), lse)
 
-    def at_partial(self, place: SchedulePosition) -> Any:
-        begin = self.first_rows[1] + self.part.slot_at(place) * self.rows
+    def at_partial(self, position: SchedulePosition) -> Any:
+        begin = self.first_rows[1] + self.part.slot_at(position) * self.rows
         return pl.ds(begin + self.columns.start, self.columns.size)
 
 
@@ -109,8 +109,8 @@ class GqaDecodeEpilogue[M: ExchangeSmemProtocol]:
         """Makes the warpgroups wait for one another; each then sees what the others have
         written."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.memory.both_there)
-        plgpu.barrier_wait(self.memory.both_there)
+        plgpu.barrier_arrive(self.memory.consumer_barrier)
+        plgpu.barrier_wait(self.memory.consumer_barrier)
 
 
 def merge(
@@ -118,7 +118,7 @@ def merge(
     top: jax.Array,
     total: jax.Array,
     epilogue: GqaDecodeEpilogue[Any],
-    place: SchedulePosition,
+    position: SchedulePosition,
     steps: jax.Array,
     begins: jax.Array | None = None,
 ) -> None:
@@ -127,15 +127,15 @@ def merge(
     Args:
         accs: This warpgroup's output, blocks of [dims, N] float32.
         top, total: The largest log2 of each packed row's weights, and their sum divided by 2**that.
-        place, steps: The piece's place and number of steps.
+        position, steps: The piece's place and number of steps.
         begins: The warpgroup that has the piece's first step: sums begin with it, so that their
             bits do not depend on which one it is. None: sums begin with the first warpgroup.
     """
-    wg, memory, outputs, pair = epilogue.wg, epilogue.memory, epilogue.outputs, place.row
+    wg, memory, outputs, pair = epilogue.wg, epilogue.memory, epilogue.outputs, position.row
     consumers = memory.outputs.shape[0]
     columns, dims = outputs.columns.size, outputs.head_dim
     tops, totals = memory.stats.at[1], memory.stats.at[2]
-    whole = steps == outputs.part.pages_of(pair)
+    is_whole = steps == outputs.part.pages_of(pair)
     head = outputs.part.row_and_head(pair)[1]
 
     tops[wg], totals[wg] = top, total
@@ -144,19 +144,19 @@ def merge(
         if epilogue.tiles is not None and not epilogue.interpret:
             epilogue.tiles.store(memory.outputs.at[wg], acc, i)
             continue
-        to = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
-        store_transposed(to, acc, interpret=epilogue.interpret)
+        smem_block = memory.outputs.at[wg, :, pl.ds(i * rows, rows)]
+        store_transposed(smem_block, acc, interpret=epilogue.interpret)
     epilogue.meet()
 
-    every: list[Any] = list(range(consumers))
+    wg_order: list[Any] = list(range(consumers))
     if begins is not None:
-        every = [lax.rem(begins + i, consumers) for i in every]
-    every_top = [plgpu.load(tops.at[i], layout=BY_ROW) for i in every]
-    every_total = [plgpu.load(totals.at[i], layout=BY_ROW) for i in every]
-    top = functools.reduce(jnp.maximum, every_top)
-    factors = [jnp.exp2(one - top) for one in every_top]
-    weighed = [n * factor for n, factor in zip(every_total, factors, strict=True)]
-    total = functools.reduce(jnp.add, weighed)
+        wg_order = [lax.rem(begins + i, consumers) for i in wg_order]
+    wg_tops = [plgpu.load(tops.at[i], layout=BY_ROW) for i in wg_order]
+    wg_totals = [plgpu.load(totals.at[i], layout=BY_ROW) for i in wg_order]
+    top = functools.reduce(jnp.maximum, wg_tops)
+    factors = [jnp.exp2(one - top) for one in wg_tops]
+    weighted_totals = [n * factor for n, factor in zip(wg_totals, factors, strict=True)]
+    total = functools.reduce(jnp.add, weighted_totals)
     # A NaN total is not 0: a NaN among a row's own keys shows in its output. For a packed row that
     # sees no key the product is 0 * V, NaN where V is.
     empty = total == 0
@@ -165,57 +165,63 @@ def merge(
         lse = (top + jnp.log2(total)) * (1 / LOG2E)
         return jnp.where(empty, -jnp.inf, lse)
 
-    def output(top_now: jax.Array, total_now: jax.Array, first: Any, width: int) -> jax.Array:
+    def output(
+        final_top: jax.Array, final_total: jax.Array, first_dim: Any, width: int
+    ) -> jax.Array:
         """Returns some dims of the output [N, width], relative to this maximum and sum."""
 
         def wide(vector: jax.Array) -> jax.Array:
             vector = lax.broadcast_in_dim(vector, (columns, width), [0])
             return plgpu.layout_cast(vector, SCORES)
 
-        share = jnp.exp2(top - top_now) / total_now
+        share = jnp.exp2(top - final_top) / final_total
         if epilogue.kv_scale is not None:
             share *= epilogue.kv_scale[VALUES, head]
-        some = [memory.outputs.at[i, :, pl.ds(first, width)] for i in every]
-        both = [plgpu.load(x, layout=SCORES, optimized=False) for x in some]
+        wg_outputs = [memory.outputs.at[i, :, pl.ds(first_dim, width)] for i in wg_order]
+        loaded_outputs = [plgpu.load(x, layout=SCORES, optimized=False) for x in wg_outputs]
         share = jnp.where(empty, -1.0, share)
         shares = [wide(jnp.where(empty, -1.0, factor * share)) for factor in factors]
-        out = functools.reduce(jnp.add, [x * by for x, by in zip(both, shares, strict=True)])
+        out = functools.reduce(
+            jnp.add, [x * wg_share for x, wg_share in zip(loaded_outputs, shares, strict=True)]
+        )
         return jnp.where(shares[0] < 0, 0.0, out)
 
-    def write(first: Any, width: int) -> None:
-        @pl.when(whole)
+    def write(first_dim: Any, width: int) -> None:
+        @pl.when(is_whole)
         def _whole():
-            top_now, total_now = top, total
+            final_top, final_total = top, total
             if epilogue.sinks is not None:
                 sink = outputs.packed.of_heads(epilogue.sinks, head)
-                top_now, total_now = with_sink(top, total, sink)
-            out = output(top_now, total_now, first, width)
+                final_top, final_total = with_sink(top, total, sink)
+            out = output(final_top, final_total, first_dim, width)
             if epilogue.gate is not None:
-                gate = outputs.packed.load(epilogue.gate, outputs.at(pair), first, width)
-                dead = lax.broadcast_in_dim(empty.astype(jnp.float32), (columns, width), [0])
-                dead = plgpu.layout_cast(dead, SCORES)
-                out = jnp.where(dead > 0, 0.0, gated(out, gate))
-            outputs.write(pair, first, out)
-            pl.when(wg == 0)(lambda: outputs.write_lse(pair, lse_of(top_now, total_now)))
+                gate = outputs.packed.load(epilogue.gate, outputs.at(pair), first_dim, width)
+                is_empty_row = lax.broadcast_in_dim(
+                    empty.astype(jnp.float32), (columns, width), [0]
+                )
+                is_empty_row = plgpu.layout_cast(is_empty_row, SCORES)
+                out = jnp.where(is_empty_row > 0, 0.0, gated(out, gate))
+            outputs.write(pair, first_dim, out)
+            pl.when(wg == 0)(lambda: outputs.write_lse(pair, lse_of(final_top, final_total)))
 
         if outputs.partial is None:
             return
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(jnp.logical_not(is_whole))
         def _piece():
-            to = outputs.at_partial(place), pl.ds(first, width)
-            outputs.partial[to] = output(top, total, first, width)
+            partial_index = outputs.at_partial(position), pl.ds(first_dim, width)
+            outputs.partial[partial_index] = output(top, total, first_dim, width)
 
             @pl.when(wg == 0)
             def _lse():
-                slot = outputs.part.slot_at(place)
+                slot = outputs.part.slot_at(position)
                 store(outputs.partial_lse.at[slot, outputs.columns], lse_of(top, total))
 
-    each = -(-dims // (consumers * WIDTH)) * WIDTH
-    if dims == consumers * each:
-        write(wg * each, each)
+    dims_per_wg = -(-dims // (consumers * WIDTH)) * WIDTH
+    if dims == consumers * dims_per_wg:
+        write(wg * dims_per_wg, dims_per_wg)
     else:
-        pl.when(wg < dims // each)(lambda: write(wg * each, each))
+        pl.when(wg < dims // dims_per_wg)(lambda: write(wg * dims_per_wg, dims_per_wg))
     epilogue.meet()
 
 

@@ -117,7 +117,7 @@ class GqaDecodeMainloop(GqaDecodeCta[GqaMainloopConfig, GqaDecodeSmem]):
 
     def step(self, piece: GqaDecodeTile, i: jax.Array, state: Any) -> Any:
         (top, total, accs), memory, cut = state, self.memory, self.cut
-        step = piece.first + cut.consumers * i
+        step = piece.first_step + cut.consumers * i
         keys_at, values_at = (
             lax.rem(place_of(piece.done + step, cut.consumers)[1], n) for n in cut.ahead
         )

@@ -137,7 +137,7 @@ class GqaDecodeSmem(NamedTuple):
             cache.
         keys_loaded, values_loaded, queries_loaded: Full barriers.
         keys_read, values_read, queries_read: Empty barriers: the buffer may be overwritten.
-        both_there: The barrier of the consumer warpgroups.
+        consumer_barrier: The barrier of the consumer warpgroups.
     """
 
     keys: Any
@@ -154,7 +154,7 @@ class GqaDecodeSmem(NamedTuple):
     keys_read: Any
     values_read: Any
     queries_read: Any
-    both_there: Any
+    consumer_barrier: Any
 
 
 def scratch_types(
@@ -187,7 +187,7 @@ def scratch_types(
         keys_read=barriers(1, of_keys),
         values_read=barriers(1, of_values),
         queries_read=plgpu.Barrier(num_arrivals=consumers, num_barriers=QUERIES),
-        both_there=plgpu.Barrier(num_arrivals=consumers),
+        consumer_barrier=plgpu.Barrier(num_arrivals=consumers),
     )
 
 

@@ -133,7 +133,7 @@ class MlaDecodeCall:
             "layer_ref": self.layer,
             "table_ref": self.block_tables,
             "lens_ref": self.seq_lens,
-            "made_of_ref": self.schedule.seq_lens,
+            "scheduled_lens_ref": self.schedule.seq_lens,
             "cuts_ref": self.schedule.cuts,
             "order_ref": self.schedule.order,
             "kv_scale_ref": None if self.kv_scale is None else self.kv_scale.reshape(1),

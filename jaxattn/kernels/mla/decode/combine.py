@@ -58,7 +58,7 @@ class SplitRows:
             "partial_lse": self.partial_lse,
             "slots": call.schedule.slots,
             "lens": None if call.schedule.seq_lens is None else call.seq_lens,
-            "made_of": call.schedule.seq_lens,
+            "scheduled_lens": call.schedule.seq_lens,
         }
 
 
@@ -90,12 +90,12 @@ def combine(
         "sums": plgpu.SMEM((sharers, RANK), jnp.float32),
         "tops": plgpu.SMEM((sharers,), jnp.float32),
         "totals": plgpu.SMEM((sharers,), jnp.float32),
-        "there": plgpu.Barrier(num_arrivals=sharers),
+        "barrier": plgpu.Barrier(num_arrivals=sharers),
     }
 
-    def body(sums, tops, totals, there, **refs):
-        together = CombineReduction(sharers, sums, tops, totals, there) if sharers > 1 else None
-        MlaCombineCta(first_rows, rows, chunk, together, **refs).run()
+    def body(sums, tops, totals, barrier, **refs):
+        reduction = CombineReduction(sharers, sums, tops, totals, barrier) if sharers > 1 else None
+        MlaCombineCta(first_rows, rows, chunk, reduction, **refs).run()
 
     launch(
         body,
@@ -160,30 +160,35 @@ class CombineReduction:
 
     Attributes:
         sums: float32 [count, dims]; tops, totals: float32 [count].
-        there: The barrier at which all of them arrive.
+        barrier: The barrier at which all of them arrive.
     """
 
     count: int
     sums: Any
     tops: Any
     totals: Any
-    there: Any
+    barrier: Any
 
     def gathered(self, wg: jax.Array, state: Any) -> Any:
         """Returns the merged state of all warpgroups, for the first one."""
         self.tops[wg], self.totals[wg] = state[:2]
         self.sums.at[wg][...] = state[2]
-        plgpu.barrier_arrive(self.there)
-        plgpu.barrier_wait(self.there)
+        plgpu.barrier_arrive(self.barrier)
+        plgpu.barrier_wait(self.barrier)
         dims = self.sums.shape[1]
-        every = [plgpu.load(self.sums.at[i], layout=_layout_of(dims)) for i in range(self.count)]
+        partial_sums = [
+            plgpu.load(self.sums.at[i], layout=_layout_of(dims)) for i in range(self.count)
+        ]
         top = functools.reduce(jnp.maximum, [self.tops[i] for i in range(self.count)])
         weights = [weight_of(self.tops[i], top) for i in range(self.count)]
         total = sum(self.totals[i] * weight for i, weight in enumerate(weights))
         return (
             top,
             total,
-            sum(broadcast_scalar(weights[i], dims) * part for i, part in enumerate(every)),
+            sum(
+                broadcast_scalar(weights[i], dims) * partial_sum
+                for i, partial_sum in enumerate(partial_sums)
+            ),
         )
 
 
@@ -200,7 +205,7 @@ class MlaCombineCta:
         partial_lse: Any,
         slots: Any,
         lens: Any,
-        made_of: Any,
+        scheduled_lens: Any,
         sinks: Any,
         out: Any,
         partial: Any,
@@ -213,65 +218,71 @@ class MlaCombineCta:
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
         self.slots = [slots[i, self.row] for i in range(3)]
         self.number = self.slots[1]
-        if made_of is not None:
-            self.number = jnp.where(lens[self.row] == made_of[self.row], self.number, 0)
+        if scheduled_lens is not None:
+            self.number = jnp.where(lens[self.row] == scheduled_lens[self.row], self.number, 0)
 
     def run(self) -> None:
-        many = self.number > (FEW if self.chunk > 1 else 0)
-        pl.when(many)(lambda: self._each(min(MANY_BESIDE, self.chunk), AHEAD))
+        has_many_pieces = self.number > (FEW if self.chunk > 1 else 0)
+        pl.when(has_many_pieces)(lambda: self._each(min(MANY_BESIDE, self.chunk), AHEAD))
         if self.chunk > 1:
-            beside = min(FEW_BESIDE, self.chunk)
-            pl.when((self.number > 0) & ~many)(lambda: self._each(beside, AHEAD // beside))
+            rows_per_step = min(FEW_BESIDE, self.chunk)
+            pl.when((self.number > 0) & ~has_many_pieces)(
+                lambda: self._each(rows_per_step, AHEAD // rows_per_step)
+            )
 
-    def _each(self, beside: int, ahead: int) -> None:
-        @pl.loop(0, self.chunk // beside)
+    def _each(self, rows_per_step: int, pieces_per_step: int) -> None:
+        @pl.loop(0, self.chunk // rows_per_step)
         def _(i):
-            first = lax.axis_index("chunk") * self.chunk + i * beside
-            packed = [first + k for k in range(beside)]
-            for at, state in zip(packed, self._merged(packed, ahead), strict=True):
-                together = state if self.sharers is None else self.sharers.gathered(self.wg, state)
-                self._write(at, *together)
+            first = lax.axis_index("chunk") * self.chunk + i * rows_per_step
+            packed = [first + k for k in range(rows_per_step)]
+            for row, state in zip(packed, self._merged(packed, pieces_per_step), strict=True):
+                merged = state if self.sharers is None else self.sharers.gathered(self.wg, state)
+                self._write(row, *merged)
 
     def _read(self, packed: Any, places: list[Any]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns the (LSEs, pieces) of a row's partial results."""
-        at = [self.partial.at[self.first_rows[1] + slot * self.rows + packed] for slot in places]
+        piece_refs = [
+            self.partial.at[self.first_rows[1] + slot * self.rows + packed] for slot in places
+        ]
         lses = [self.partial_lse[slot, packed] for slot in places]
-        return lses, [plgpu.load(piece, layout=_layout_of(RANK)) for piece in at]
+        return lses, [plgpu.load(piece, layout=_layout_of(RANK)) for piece in piece_refs]
 
-    def _merged(self, packed: list[Any], ahead: int) -> list[Any]:
+    def _merged(self, packed: list[Any], pieces_per_step: int) -> list[Any]:
         """Returns a warpgroup's share of the merged rows: all pieces, or every n-th."""
-        sharers, number = 1 if self.sharers is None else self.sharers.count, self.number
+        sharers, num_pieces = 1 if self.sharers is None else self.sharers.count, self.number
 
         def add(j, states):
-            numbers = [(j * sharers + self.wg) * ahead + k for k in range(ahead)]
-            places = [Schedule.slot_of(self.slots, jnp.minimum(k, number - 1)) for k in numbers]
-            every = []
+            numbers = [
+                (j * sharers + self.wg) * pieces_per_step + k for k in range(pieces_per_step)
+            ]
+            places = [Schedule.slot_of(self.slots, jnp.minimum(k, num_pieces - 1)) for k in numbers]
+            merged_states = []
             for state, (lses, pieces) in zip(
-                states, [self._read(at, places) for at in packed], strict=True
+                states, [self._read(row, places) for row in packed], strict=True
             ):
-                there = [
-                    jnp.where(k < number, lse, -jnp.inf)
+                valid_lses = [
+                    jnp.where(k < num_pieces, lse, -jnp.inf)
                     for k, lse in zip(numbers, lses, strict=True)
                 ]
-                every.append(merge_into(state, there, pieces))
-            return every
+                merged_states.append(merge_into(state, valid_lses, pieces))
+            return merged_states
 
-        steps = lax.div(number + sharers * ahead - 1, sharers * ahead)
-        nothing = jnp.float32(0)
-        empty = (jnp.float32(-jnp.inf), nothing, broadcast_scalar(nothing))
+        steps = lax.div(num_pieces + sharers * pieces_per_step - 1, sharers * pieces_per_step)
+        zero = jnp.float32(0)
+        empty = (jnp.float32(-jnp.inf), zero, broadcast_scalar(zero))
         return lax.fori_loop(0, steps, add, [empty] * len(packed))
 
     def _write(self, packed: Any, top: Any, total: Any, out: Any) -> None:
         @pl.when(self.wg == 0)
         def _():
-            empty, highest, all_of_it = top == -jnp.inf, top, total
-            kept: Any = 1.0
+            empty, new_top, total_with_sink = top == -jnp.inf, top, total
+            rescale: Any = 1.0
             if self.sinks is not None:
-                highest = jnp.maximum(top, self.sinks[packed])
-                kept = weight_of(top, highest)
-                all_of_it = total * kept + weight_of(self.sinks[packed], highest)
-            written = out * broadcast_scalar(jnp.where(empty, 0.0, kept / all_of_it))
+                new_top = jnp.maximum(top, self.sinks[packed])
+                rescale = weight_of(top, new_top)
+                total_with_sink = total * rescale + weight_of(self.sinks[packed], new_top)
+            normalized = out * broadcast_scalar(jnp.where(empty, 0.0, rescale / total_with_sink))
             at = self.first_rows[0] + self.row * self.rows + packed
-            store(self.out.at[at], written.astype(self.out.dtype))
-            lse = highest + jnp.log2(all_of_it) * (1 / LOG2E)
+            store(self.out.at[at], normalized.astype(self.out.dtype))
+            lse = new_top + jnp.log2(total_with_sink) * (1 / LOG2E)
             store(self.lse.at[self.row, packed], jnp.where(empty, -jnp.inf, lse))

@@ -70,7 +70,7 @@ def decode_schedule(
         row_cost=row_cost(q_len, num_heads),
         merge_cost=merge_cost(q_len, num_heads),
         pieces=compute_max_pieces(batch, parts) if batch_invariant else 0,
-        least=split_thresholds(batch, q_len, num_heads),
+        thresholds=split_thresholds(batch, q_len, num_heads),
     )
     return dataclasses.replace(schedule, seq_lens=seq_lens)
 

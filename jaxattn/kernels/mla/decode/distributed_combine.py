@@ -80,15 +80,15 @@ def distributed_combine(
         )
     inbox_ref, counts_ref = jax.new_ref(inbox), jax.new_ref(box.counts)
 
-    def body(sums, tops, totals, there, inbox_ref, counts_ref, addresses_ref, **given) -> None:
+    def body(sums, tops, totals, barrier, inbox_ref, counts_ref, addresses_ref, **refs) -> None:
         row, head, half, gpu = (lax.axis_index(x) for x in ("row", "head", "half", "gpu"))
         place = (row * own + head) * HALVES + half
         call = peers.PeerTransfer(
             inbox_ref, counts_ref, addresses_ref, place, features, place * gpus + gpu
         )
         to, known = call.address(gpu), call.address(call.own)  # there by the time of the state
-        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
-        block = DistributedCombineCta(first_rows, rows, sharers, **given)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, barrier)
+        block = DistributedCombineCta(first_rows, rows, sharers, **refs)
         out, lse = block.state(row, gpu * own + head, half)
 
         @pl.when(lax.axis_index("wg") == 0)
@@ -129,7 +129,7 @@ def exchange_smem() -> dict[str, Any]:
         "sums": plgpu.SMEM((SHARERS, peers.STATE_DIMS), jnp.float32),
         "tops": plgpu.SMEM((SHARERS,), jnp.float32),
         "totals": plgpu.SMEM((SHARERS,), jnp.float32),
-        "there": plgpu.Barrier(num_arrivals=SHARERS),
+        "barrier": plgpu.Barrier(num_arrivals=SHARERS),
     }
 
 
@@ -145,22 +145,27 @@ class DistributedCombineCta:
         partial_lse: Any,
         slots: Any,
         lens: Any,
-        made_of: Any,
+        scheduled_lens: Any,
         alone: Any,
         partial: Any,
         lse: Any,
         out: Any,
     ):
         self.first_rows, self.rows, self.sharers = first_rows, rows, sharers
-        self.partial_lse, self.slots, self.lens, self.made_of = partial_lse, slots, lens, made_of
+        self.partial_lse, self.slots, self.lens, self.scheduled_lens = (
+            partial_lse,
+            slots,
+            lens,
+            scheduled_lens,
+        )
         self.alone, self.partial, self.lse, self.out = alone, partial, lse, out
 
     def state(self, row: Any, head: Any, half: Any) -> tuple[jax.Array, jax.Array]:
         """This GPU's output and log-sum-exp of the half head."""
         slots = [self.slots[i, row] for i in range(3)]
         number = slots[1]
-        if self.made_of is not None:
-            number = jnp.where(self.lens[row] == self.made_of[row], number, 0)
+        if self.scheduled_lens is not None:
+            number = jnp.where(self.lens[row] == self.scheduled_lens[row], number, 0)
         dims = pl.ds(half * peers.STATE_DIMS, peers.STATE_DIMS)
         # A row that was not split is already whole.
         at = self.first_rows[0] + row * self.rows + head

@@ -99,8 +99,8 @@ def select(
     run = plgpu.inline_mgpu(arg_types=(plain, plain, plain, split, split, split))
 
     def body(_: Any, keys: Any, out: Any, smem: Any, row: Any, visible: Any, rank: Any) -> None:
-        given = (single(x) for x in (row, visible, rank))
-        RadixSelect(keys, out, smem, *given, top_k=top_k, blocks=blocks).run()
+        scalars = (single(x) for x in (row, visible, rank))
+        RadixSelect(keys, out, smem, *scalars, top_k=top_k, blocks=blocks).run()
 
     run(body)(keys, out, smem, row, visible, rank)
 
@@ -125,70 +125,72 @@ class RadixSelect:
         self._share()
         self._clear()
         self._sync_cta()
-        first, wanted, _ = self._select_digit(0, None, word(self.top_k))
+        first, k_left, _ = self._select_digit(0, None, word(self.top_k))
         prefix = arith.subi(first, word(BINS // 2))
-        second, wanted, count = self._select_digit(1, prefix, wanted)
+        second, k_left, count = self._select_digit(1, prefix, k_left)
         prefix = arith.ori(arith.shli(prefix, word(12)), second)
         # No threshold can be below the least prefix.
-        least = self._equal(prefix, word(-(2**23)))
-        more = arith.ori(arith.cmpi(arith.CmpIPredicate.ne, count, wanted), least)
-        with utils.when(more):
-            self._select_digit(2, prefix, wanted)
-        bits, some, _ = self._found(2)
+        is_lowest_prefix = self._equal(prefix, word(-(2**23)))
+        has_last_digit = arith.ori(
+            arith.cmpi(arith.CmpIPredicate.ne, count, k_left), is_lowest_prefix
+        )
+        with utils.when(has_last_digit):
+            self._select_digit(2, prefix, k_left)
+        bits, num_equal, _ = self._found(2)
         prefix = arith.shli(prefix, word(8))
-        below = arith.subi(prefix, word(1))  # all numbers with the prefix are above
-        threshold = arith.select(more, arith.ori(prefix, bits), below)
-        self._write(threshold, arith.select(more, some, word(0)))
+        prefix_floor = arith.subi(prefix, word(1))  # all numbers with the prefix are above
+        threshold = arith.select(has_last_digit, arith.ori(prefix, bits), prefix_floor)
+        self._write(threshold, arith.select(has_last_digit, num_equal, word(0)))
 
-    def _select_digit(self, number: int, prefix: Any, wanted: Any) -> list[Any]:
+    def _select_digit(self, digit_pass: int, prefix: Any, k_left: Any) -> list[Any]:
         """Runs a pass; returns its `_found` to all threads of the cluster."""
-        self._count_digits(number, prefix)
+        self._count_digits(digit_pass, prefix)
         self._sync_cta()
-        self._sum_groups(number)
+        self._sum_groups(digit_pass)
         self._sync()
         with utils.when(self._equal(self.warp, word(0))):
-            self._find(number, wanted)
+            self._find(digit_pass, k_left)
         self._sync_cta()
-        return self._found(number)
+        return self._found(digit_pass)
 
     def _share(self) -> None:
-        """Sets the warp's share of the numbers: from `first` up to `limit`, in turns of AHEAD
+        """Sets the warp's share of the numbers: from `first` up to `limit`, in batches of AHEAD
         steps."""
         steps = arith.divui(plus(self.visible, word(STEP - 1)), word(STEP))
-        teams = self.blocks * WARPS
-        each = arith.divui(plus(steps, word(teams - 1)), word(teams))
+        num_warps = self.blocks * WARPS
+        steps_per_warp = arith.divui(plus(steps, word(num_warps - 1)), word(num_warps))
         # If a lane's share of the widest row is small enough, the lane reads it once and keeps it
         # in registers.
-        self.resident = self.width <= teams * STEP * RESIDENT
+        self.resident = self.width <= num_warps * STEP * RESIDENT
         self.ahead = AHEAD if self.blocks == 1 else MORE_AHEAD
         if self.resident:
-            self.ahead = -(-self.width // (teams * STEP))
-        self.turns = arith.divui(plus(each, word(self.ahead - 1)), word(self.ahead))
-        begin = times(arith.muli(self.team, each), STEP)
-        limit = arith.minui(plus(begin, times(each, STEP)), self.visible)
+            self.ahead = -(-self.width // (num_warps * STEP))
+        self.turns = arith.divui(plus(steps_per_warp, word(self.ahead - 1)), word(self.ahead))
+        begin = times(arith.muli(self.team, steps_per_warp), STEP)
+        limit = arith.minui(plus(begin, times(steps_per_warp, STEP)), self.visible)
         self.limits = [arith.subi(limit, word(j)) for j in range(4)]
         self.first = plus(begin, times(self.lane, 4))
         self.base = times(self.row, 4 * self.width)
         self.loaded = self._load(word(0)) if self.resident else None
 
-    def _load(self, turn: Any) -> list[Any]:
-        """Returns (place of the first, four numbers) for each step of a turn; numbers outside of
+    def _load(self, batch: Any) -> list[Any]:
+        """Returns (position of the first, four keys) for each step of a batch; numbers outside of
         the warp's share are LOWEST."""
         steps = []
         for step in range(self.ahead):
-            place = plus(self.first, times(turn, STEP * self.ahead), word(STEP * step))
-            inside = arith.minui(place, word(self.width - 4))
-            steps.append((place, load(self.keys, plus(self.base, times(inside, 4)), 0, 4)))
+            position = plus(self.first, times(batch, STEP * self.ahead), word(STEP * step))
+            clamped = arith.minui(position, word(self.width - 4))
+            steps.append((position, load(self.keys, plus(self.base, times(clamped, 4)), 0, 4)))
         lowest = word(LOWEST)
         return [
             (
-                place,
+                position,
                 [
-                    arith.select(self._less(place, limit), key, lowest)
-                    for key, limit in zip(four, self.limits, strict=True)
+                    arith.select(self._less(position, limit), key, lowest)
+                    for key, limit in zip(keys, self.limits, strict=True)
                 ],
             )
-            for place, four in steps
+            for position, keys in steps
         ]
 
     def _sync(self) -> None:
@@ -208,12 +210,11 @@ class RadixSelect:
             store(zeros, self.smem, times(self.thread, 16), 4 * first)
 
     def _each(self, carry: list[Any], use: Any) -> list[Any]:
-        """Calls `use(carry, place of the first, numbers)` with the lane's four numbers of each
-        step."""
+        """Calls `use(carry, position of the first key, keys)` with four keys of each step."""
 
         def turn(steps: list[Any], carry: list[Any]) -> list[Any]:
-            for place, four in steps:
-                carry = use(carry, place, four)
+            for position, keys in steps:
+                carry = use(carry, position, keys)
             return carry
 
         if self.loaded is not None:
@@ -221,24 +222,24 @@ class RadixSelect:
         if carry:
             looped = utils.fori(self.turns, carry)
             return list(looped(lambda i, carry: turn(self._load(i), carry)).results)
-        utils.fori(self.turns, [word(0)])(lambda i, none: (turn(self._load(i), []), none)[1])
+        utils.fori(self.turns, [word(0)])(lambda i, dummy: (turn(self._load(i), []), dummy)[1])
         return []
 
     def _count_digits(self, number: int, prefix: Any) -> None:
         shift, mask = DIGITS[number]
         histogram = self._shared(word(0), 4 * BINS * number)
 
-        def use(carry: list[Any], _: Any, four: list[Any]) -> list[Any]:
-            for key in four:
+        def use(carry: list[Any], _: Any, keys: list[Any]) -> list[Any]:
+            for key in keys:
                 if prefix is None:
                     counted = word(1)
                     digit = plus(arith.shrsi(key, word(shift)), word(BINS // 2))
                 else:
-                    above = arith.shrsi(key, word(shift + mask.bit_length()))
-                    counted = arith.extui(i32(), self._equal(above, prefix))
+                    high_bits = arith.shrsi(key, word(shift + mask.bit_length()))
+                    counted = arith.extui(i32(), self._equal(high_bits, prefix))
                     digit = arith.andi(arith.shrui(key, word(shift)), word(mask))
-                at = plus(histogram, times(digit, 4))
-                asm(COUNT, [], [at, counted], "r,r,~{memory}")
+                bin_address = plus(histogram, times(digit, 4))
+                asm(COUNT, [], [bin_address, counted], "r,r,~{memory}")
             return carry
 
         self._each([], use)
@@ -250,52 +251,57 @@ class RadixSelect:
 
     def _sum_groups(self, number: int) -> None:
         """Sums each group of digits; four threads share a group."""
-        own: list[Any] = []
+        thread_counts: list[Any] = []
         for first in range(0, OWN, 4):
-            own += load(self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4)
-        total = plus(*own)
+            thread_counts += load(
+                self.smem, times(self.thread, 4 * OWN), 4 * (BINS * number + first), 4
+            )
+        total = plus(*thread_counts)
         for distance in (1, 2):
             total = plus(total, self._lanes(SWAP, total, distance))
         with utils.when(self._equal(arith.andi(self.thread, word(3)), word(0))):
             store(total, self.smem, self.thread, 4 * (SUMS + GROUPS * number))
 
-    def _find(self, number: int, wanted: Any) -> None:
+    def _find(self, digit_pass: int, k_left: Any) -> None:
         """Run by one warp: finds the group of the digit, with four groups per lane, then the
         digit."""
-        place = times(self.lane, 16), 4 * (SUMS + GROUPS * number)
-        four = self._sum_cluster_words(*place, 4)
-        above = self._suffix_sum_lanes(plus(*four))
-        group = before = word(0)
+        place = times(self.lane, 16), 4 * (SUMS + GROUPS * digit_pass)
+        group_counts = self._sum_cluster_words(*place, 4)
+        num_above = self._suffix_sum_lanes(plus(*group_counts))
+        group = num_above_group = word(0)
         for j in reversed(range(4)):
-            here = self._contains_kth(above, four[j], wanted)
-            group = arith.select(here, plus(times(self.lane, 4), word(j)), group)
-            before = arith.select(here, above, before)
-            above = plus(above, four[j])
-        group, before = self._redux_warp(group), self._redux_warp(before)  # all but one lane have 0
+            contains_kth = self._contains_kth(num_above, group_counts[j], k_left)
+            group = arith.select(contains_kth, plus(times(self.lane, 4), word(j)), group)
+            num_above_group = arith.select(contains_kth, num_above, num_above_group)
+            num_above = plus(num_above, group_counts[j])
+        # All but one lane have 0.
+        group, num_above_group = self._redux_warp(group), self._redux_warp(num_above_group)
         digit = plus(times(group, BINS // GROUPS), self.lane)
-        [own] = self._sum_cluster_words(times(digit, 4), 4 * BINS * number, 1)
-        above = plus(before, self._suffix_sum_lanes(own))
-        with utils.when(self._contains_kth(above, own, wanted)):
-            found = joined([digit, arith.subi(wanted, above), own, word(0)])
-            store(found, self.smem, word(0), 4 * (FOUND + 4 * number))
+        [digit_count] = self._sum_cluster_words(times(digit, 4), 4 * BINS * digit_pass, 1)
+        num_above = plus(num_above_group, self._suffix_sum_lanes(digit_count))
+        with utils.when(self._contains_kth(num_above, digit_count, k_left)):
+            found = joined([digit, arith.subi(k_left, num_above), digit_count, word(0)])
+            store(found, self.smem, word(0), 4 * (FOUND + 4 * digit_pass))
 
-    def _suffix_sum_lanes(self, own: Any) -> Any:
+    def _suffix_sum_lanes(self, lane_count: Any) -> Any:
         """Returns the sum over the lanes after this one."""
-        from_here = own
+        suffix_sum = lane_count
         for distance in (1, 2, 4, 8, 16):
-            from_here = self._lanes(DOWN, from_here, distance)
-        return arith.subi(from_here, own)
+            suffix_sum = self._lanes(DOWN, suffix_sum, distance)
+        return arith.subi(suffix_sum, lane_count)
 
-    def _contains_kth(self, above: Any, count: Any, wanted: Any) -> Any:
-        """Whether the last selected number is among `count` numbers that have `above` numbers above
-        them."""
-        reached = arith.cmpi(arith.CmpIPredicate.uge, plus(above, count), wanted)
-        return arith.andi(self._less(above, wanted), reached)
+    def _contains_kth(self, num_above: Any, count: Any, k_left: Any) -> Any:
+        """Whether the last selected number is among `count` numbers that have `num_above` numbers
+        above them."""
+        reaches_k = arith.cmpi(arith.CmpIPredicate.uge, plus(num_above, count), k_left)
+        return arith.andi(self._less(num_above, k_left), reaches_k)
 
     def _sum_cluster_words(self, offset: Any, fixed: int, words: int) -> list[Any]:
         """Returns words of shared memory, summed over the cluster's CTAs."""
-        each = [self._load_cta_words(word(i), offset, fixed, words) for i in range(self.blocks)]
-        return [plus(*some) for some in zip(*each, strict=True)]
+        words_per_cta = [
+            self._load_cta_words(word(i), offset, fixed, words) for i in range(self.blocks)
+        ]
+        return [plus(*cta_words) for cta_words in zip(*words_per_cta, strict=True)]
 
     def _load_cta_words(self, block: Any, offset: Any, fixed: int, words: int) -> list[Any]:
         """Loads words of a CTA's shared memory."""
@@ -306,9 +312,9 @@ class RadixSelect:
             OF_BLOCK[words], [i32()] * words, [self._shared(offset, fixed), block], constraints
         )
 
-    def _write(self, threshold: Any, wanted: Any) -> None:
-        """Writes the places of the numbers above the threshold, and of the first `wanted` equal
-        ones."""
+    def _write(self, threshold: Any, num_equal_wanted: Any) -> None:
+        """Writes the places of the numbers above the threshold, and of the first
+        `num_equal_wanted` equal ones."""
 
         def kinds(four: list[Any]) -> list[Any]:
             """1 for a number above the threshold, 2**16 for an equal one, else 0."""
@@ -331,30 +337,36 @@ class RadixSelect:
         before = self._prefix_sum_cluster()
         if self.blocks > 1:  # the others may exit once this CTA has read their counts
             asm("barrier.cluster.arrive.release.aligned;", [], [], "~{memory}", convergent=True)
-        places_out = llvm.ptrtoint(
+        row_address = llvm.ptrtoint(
             ir.IntegerType.get_signless(64),
             pointer(self.out, times(self.row, 4 * self.top_k)),
         )
 
         def write(carry: list[Any], first: Any, four: list[Any]) -> list[Any]:
-            each = kinds(four)
-            own = plus(*each)
-            up_to = own
+            kind_of_keys = kinds(four)
+            lane_total = plus(*kind_of_keys)
+            inclusive_sum = lane_total
             for distance in (1, 2, 4, 8, 16):
-                up_to = self._lanes(UP, up_to, distance)
-            total = self._lanes("shfl.sync.idx.b32 $0, $1, {}, 0x1f, -1;", up_to, 31)
-            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, own, word(0))):
-                before = arith.subi(up_to, own)
-                for j, one in enumerate(each):
+                inclusive_sum = self._lanes(UP, inclusive_sum, distance)
+            total = self._lanes("shfl.sync.idx.b32 $0, $1, {}, 0x1f, -1;", inclusive_sum, 31)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.ne, lane_total, word(0))):
+                before = arith.subi(inclusive_sum, lane_total)
+                for j, one in enumerate(kind_of_keys):
                     here = zip(carry, parts(before), strict=True)
-                    here_above, here_equal = (plus(x, y) for x, y in here)
+                    num_above_before, num_equal_before = (plus(x, y) for x, y in here)
                     is_above, is_equal = parts(one)
-                    first_ones = arith.extui(i32(), self._less(here_equal, wanted))
-                    is_wanted = arith.ori(is_above, arith.andi(is_equal, first_ones))
-                    index = plus(here_above, arith.minui(here_equal, wanted))
-                    at = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
-                    given = [arith.addi(places_out, at), plus(first, word(j)), is_wanted]
-                    asm(WRITE, [], given, "l,r,r,~{memory}")
+                    is_first_equal = arith.extui(
+                        i32(), self._less(num_equal_before, num_equal_wanted)
+                    )
+                    is_selected = arith.ori(is_above, arith.andi(is_equal, is_first_equal))
+                    index = plus(num_above_before, arith.minui(num_equal_before, num_equal_wanted))
+                    byte_offset = arith.extui(ir.IntegerType.get_signless(64), times(index, 4))
+                    operands = [
+                        arith.addi(row_address, byte_offset),
+                        plus(first, word(j)),
+                        is_selected,
+                    ]
+                    asm(WRITE, [], operands, "l,r,r,~{memory}")
                     before = plus(before, one)
             return [plus(x, y) for x, y in zip(carry, parts(total), strict=True)]
 
@@ -364,19 +376,19 @@ class RadixSelect:
 
     def _prefix_sum_cluster(self) -> tuple[Any, Any]:
         """Returns the sums of the counts of all warps of the cluster before this one."""
-        above = equal = word(0)
+        num_above = num_equal = word(0)
         for first in range(0, self.blocks * WARPS, 32):
-            other = plus(self.lane, word(first))
-            there = arith.minui(other, word(self.blocks * WARPS - 1))
-            place = times(arith.andi(there, word(WARPS - 1)), 8)
-            block = arith.shrui(there, word(WARPS.bit_length() - 1))
-            pair = self._load_cta_words(block, place, 4 * COUNTS, 2)
-            earlier = self._less(other, self.team)
-            above, equal = (
-                plus(x, arith.select(earlier, y, word(0)))
-                for x, y in zip((above, equal), pair, strict=True)
+            warp = plus(self.lane, word(first))
+            clamped = arith.minui(warp, word(self.blocks * WARPS - 1))
+            word_offset = times(arith.andi(clamped, word(WARPS - 1)), 8)
+            block = arith.shrui(clamped, word(WARPS.bit_length() - 1))
+            pair = self._load_cta_words(block, word_offset, 4 * COUNTS, 2)
+            is_earlier = self._less(warp, self.team)
+            num_above, num_equal = (
+                plus(x, arith.select(is_earlier, y, word(0)))
+                for x, y in zip((num_above, num_equal), pair, strict=True)
             )
-        return self._redux_warp(above), self._redux_warp(equal)
+        return self._redux_warp(num_above), self._redux_warp(num_equal)
 
     def _shared(self, offset: Any, fixed: int) -> Any:
         """Returns an address in shared memory, as a word."""

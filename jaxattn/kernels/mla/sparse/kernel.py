@@ -31,39 +31,47 @@ class ListIterator(WorkIterator):
     """The iteration over a CTA's part of the tokens' lists.
 
     Attributes:
-        most: Pages of a list.
-        apart: 1, or if no list is split the distance between the part's tokens.
-        whole: Whether no list is split. All then have `most` pages, and no length is read.
+        num_list_pages: Pages of a list.
+        part_stride: 1, or if no list is split the distance between the part's tokens.
+        is_unsplit: Whether no list is split. All then have `num_list_pages` pages, and no
+            length is read.
     """
 
-    most: int
-    apart: int
-    whole: bool
+    num_list_pages: int
+    part_stride: int
+    is_unsplit: bool
 
     @property
     def max_pages(self) -> int:
-        return self.most
+        return self.num_list_pages
 
     @property
     def stride(self) -> int:  # type: ignore[override]
-        return self.apart
+        return self.part_stride
 
     def pages_of(self, row: jax.Array) -> jax.Array:
-        return super().pages_of(row) if self.whole else jnp.int32(self.most)
+        return super().pages_of(row) if self.is_unsplit else jnp.int32(self.num_list_pages)
 
     def pages_in(self, length: jax.Array) -> jax.Array:
-        return super().pages_in(length) if self.whole else jnp.int32(self.most)
+        return super().pages_in(length) if self.is_unsplit else jnp.int32(self.num_list_pages)
 
     @classmethod
-    def of_lists(cls, refs: MlaDecodeRefs, index: Any, parts: int, whole: bool) -> "ListIterator":
+    def of_lists(
+        cls, refs: MlaDecodeRefs, index: Any, parts: int, is_unsplit: bool
+    ) -> "ListIterator":
         rows, entries = refs.indices_ref.shape
         part = WorkIterator.of(refs, index)
-        given = {x.name: getattr(part, x.name) for x in dataclasses.fields(part)}
-        if whole:
+        fields = {x.name: getattr(part, x.name) for x in dataclasses.fields(part)}
+        if is_unsplit:
             number = lax.div(rows + parts - 1 - index, parts)
-            given["begin"] = index, jnp.int32(0)
-            given["end"] = index + number * parts, jnp.int32(0)
-        return cls(**given, most=entries // PAGE, apart=parts if whole else 1, whole=whole)
+            fields["begin"] = index, jnp.int32(0)
+            fields["end"] = index + number * parts, jnp.int32(0)
+        return cls(
+            **fields,
+            num_list_pages=entries // PAGE,
+            part_stride=parts if is_unsplit else 1,
+            is_unsplit=is_unsplit,
+        )
 
 
 class MlaSparseKernel(MlaDecodeKernel):
@@ -71,16 +79,18 @@ class MlaSparseKernel(MlaDecodeKernel):
 
     Attributes:
         tokens_of_row: Tokens, which are rows here, that share a row of the block tables.
-        whole: Whether no list is split. A CTA then has every n-th token, so that concurrent CTAs
-            process neighboring tokens, whose lists have much in common in L2.
+        is_unsplit: Whether no list is split. A CTA then has every n-th token, so that concurrent
+            CTAs process neighboring tokens, whose lists have much in common in L2.
     """
 
-    def __init__(self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, whole: bool):
-        self.tokens_of_row, self.whole = tokens_of_row, whole
+    def __init__(
+        self, cut: MlaDecodeConfig, refs: MlaDecodeRefs, tokens_of_row: int, is_unsplit: bool
+    ):
+        self.tokens_of_row, self.is_unsplit = tokens_of_row, is_unsplit
         super().__init__(cut, refs)
 
     def work_iterator(self) -> WorkIterator:
-        return ListIterator.of_lists(self.refs, self.index, self.cut.parts, self.whole)
+        return ListIterator.of_lists(self.refs, self.index, self.cut.parts, self.is_unsplit)
 
     def page_loader(self) -> TokenLoader:
         return (Fp8TokenLoader if self.cut.latents.quantized else WideTokenLoader)(self)
@@ -91,10 +101,12 @@ class MlaSparseKernel(MlaDecodeKernel):
         if refs.visible_ref is not None:
             return refs.visible_ref[row]
         tokens = jnp.int32(self.tokens_of_row)
-        place = lax.div(row, tokens)
-        queries = tokens if refs.row_queries_ref is None else refs.row_queries_ref[place]
-        most = refs.table_ref.shape[1] * self.part.page_size
-        return visible_keys(refs.row_lens_ref[place], queries, lax.rem(row, tokens), most)
+        request = lax.div(row, tokens)
+        num_queries = tokens if refs.row_queries_ref is None else refs.row_queries_ref[request]
+        max_tokens = refs.table_ref.shape[1] * self.part.page_size
+        return visible_keys(
+            refs.row_lens_ref[request], num_queries, lax.rem(row, tokens), max_tokens
+        )
 
     def mask(self, row: Any, start: Any, length: Any) -> ListMask:
         del length  # the list's length

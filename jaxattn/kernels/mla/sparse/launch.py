@@ -136,7 +136,7 @@ def mla_sparse_mosaic(
     cut = MlaDecodeConfig(
         q_len=1, num_heads=num_heads, tiles=tiles, parts=results.parts, scale=call.scale,
         dtype=call.dtype, latents=call.format, rope=True, first_rows=results.first_rows,
-        output_by_tma=output_by_tma, interpret=interpret, gathered=True,
+        output_by_tma=output_by_tma, interpret=interpret, keys_from_list=True,
     )  # fmt: skip
     assert not isinstance(call.q, tuple)
     packed = jnp.pad(call.q[:, 0], ((0, 0), (0, tiles * TILE - num_heads), (0, 0)))
@@ -233,7 +233,7 @@ def _splits(rows: int, pages: int, parts: int, batch_invariant: bool) -> bool:
 def _cuts(rows: int, pages: int, parts: int, batch_invariant: bool) -> tuple[Any, Any]:
     make = functools.partial(
         make_schedule, parts=parts, max_pages=pages, row_cost=row_cost(1, TILE),
-        merge_cost=merge_cost(1, TILE), least=THRESHOLDS,
+        merge_cost=merge_cost(1, TILE), thresholds=THRESHOLDS,
         pieces=compute_max_pieces(rows, parts) if batch_invariant else 0,
     )  # fmt: skip
     with jax.ensure_compile_time_eval():

@@ -33,15 +33,15 @@ from jaxattn.kernels.mla.sparse.token_gather import (
 )
 
 
-def _select(condition: Any, there: Any, other: Any) -> Any:
-    """Selects `there` or `other`, for scalars and for words `BY_THREAD`."""
+def _select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Selects `if_true` or `if_false`, for scalars and for words `BY_THREAD`."""
     if condition is True:
-        return there
+        return if_true
 
     def choose(x: jax.Array, y: jax.Array) -> jax.Array:
         return select_words(condition, x, y) if x.ndim else jnp.where(condition, x, y)
 
-    return jax.tree.map(choose, there, other)
+    return jax.tree.map(choose, if_true, if_false)
 
 
 class TokenLoader(PageLoader):
@@ -55,55 +55,58 @@ class TokenLoader(PageLoader):
 
     block: Any
 
-    def _positions(self, at: Any) -> Any:
-        place, page, stop = at
-        row = self.part.some_row(place.row)
+    def _positions(self, location: Any) -> Any:
+        schedule_position, page, stop = location
+        row = self.part.some_row(schedule_position.row)
         if self.cut.interpret:
             return row
         page = jnp.clip(page, 0, jnp.maximum(stop - 1, 0))
         return read_positions(self.block.refs.indices_ref, row, page)
 
-    def _numbers(self, at: Any, positions: Any) -> Any:
+    def _numbers(self, location: Any, positions: Any) -> Any:
         if self.cut.interpret:
             return positions, jnp.int32(PAGE)
         refs = self.block.refs
-        row = self.part.some_row(at[0].row)
+        row = self.part.some_row(location[0].row)
         table_row = lax.div(row, jnp.int32(self.block.tokens_of_row))
         visible, page_size = self.block.visible(row), self.part.page_size
         tokens = read_tables(positions, refs.table_ref, table_row, visible, page_size=page_size)
         return tokens, jnp.int32(PAGE)
 
-    def _next(self, at: Any) -> Any:
-        place, page, stop = at
-        return self.part.settle((place, page + 1, stop))
+    def _next(self, location: Any) -> Any:
+        schedule_position, page, stop = location
+        return self.part.settle((schedule_position, page + 1, stop))
 
-    def _after(self, at: Any) -> Any:
-        following = self._next(at)
+    def _after(self, location: Any) -> Any:
+        following = self._next(location)
         return following, self._positions(following)
 
     def _first(self, count: int) -> tuple[list[Any], Any]:
         """Returns the part's first pages, and the positions of the next page. All of their lists
         are read before any of their block tables: a CTA then begins with two dependent reads, and
         not with two for each page."""
-        places = [self.part.first()]
+        locations = [self.part.first()]
         for _ in range(count):
-            places.append(self._next(places[-1]))
-        positions = [self._positions(at) for at in places]
-        found = zip(places[:count], positions, strict=False)
-        return [(at, self._numbers(at, some)) for at, some in found], (places[-1], positions[-1])
+            locations.append(self._next(locations[-1]))
+        positions = [self._positions(at) for at in locations]
+        found = zip(locations[:count], positions, strict=False)
+        return [(at, self._numbers(at, some)) for at, some in found], (locations[-1], positions[-1])
 
-    def later(self, pages: Any, goes_on: Any = True) -> Any:
+    def later(self, pages: Any, is_continued: Any = True) -> Any:
         """Returns the `pages` after the next page's copies have started, or the same ones if not
-        `goes_on`."""
-        before, ahead, (at, positions) = pages[:3]
+        `is_continued`."""
+        before, ahead, (location, positions) = pages[:3]
         # No select and no branch over the words read here: they would wait for the load. If not
-        # `goes_on`, the same words are read again.
-        held = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
-        before = _select(goes_on, self._page_of(ahead), before)
-        next_at = _select(goes_on, at, ahead[0])
-        ahead = next_at, self._numbers(next_at, _select(goes_on, positions, held))
-        place, page, stop = at
-        following = self.part.settle((place, page + jnp.int32(goes_on), stop))
+        # `is_continued`, the same words are read again.
+        current_positions = ahead[1][0] if self.cut.interpret else ahead[1][0][1]
+        before = _select(is_continued, self._page_of(ahead), before)
+        next_location = _select(is_continued, location, ahead[0])
+        ahead = (
+            next_location,
+            self._numbers(next_location, _select(is_continued, positions, current_positions)),
+        )
+        schedule_position, page, stop = location
+        following = self.part.settle((schedule_position, page + jnp.int32(is_continued), stop))
         return before, ahead, (following, self._positions(following))
 
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
@@ -120,16 +123,18 @@ class TokenLoader(PageLoader):
             return
         refs, layer = self.block.refs, self.part.layer
         positions = refs.indices_ref[tokens, pl.ds(number * PAGE, PAGE)]
-        seen = (positions >= 0) & (positions < self.block.visible(tokens))
-        positions = jnp.where(seen, positions, 0)
+        is_visible = (positions >= 0) & (positions < self.block.visible(tokens))
+        positions = jnp.where(is_visible, positions, 0)
         table = refs.table_ref.at[lax.div(tokens, jnp.int32(self.block.tokens_of_row))][...]
-        pages = jnp.where(seen, table[positions // self.part.page_size], 0)
+        pages = jnp.where(is_visible, table[positions // self.part.page_size], 0)
         size = jnp.dtype(target.dtype).itemsize // self.part.kv_ref.dtype.itemsize
         columns = self.part.kv_ref.at[layer, :, :, pl.ds(first, size * target.shape[-1])][...]
-        found = columns[pages, positions % self.part.page_size]
+        token_columns = columns[pages, positions % self.part.page_size]
         if size > 1:
-            found = lax.bitcast_convert_type(found.reshape(PAGE, -1, size), target.dtype)
-        target[...] = jnp.where(seen[:, None], found, jnp.zeros((), target.dtype))
+            token_columns = lax.bitcast_convert_type(
+                token_columns.reshape(PAGE, -1, size), target.dtype
+            )
+        target[...] = jnp.where(is_visible[:, None], token_columns, jnp.zeros((), target.dtype))
 
     def _end_group(self) -> None:
         if not self.cut.interpret:
@@ -145,90 +150,98 @@ class WideTokenLoader(TokenLoader):
     `pages` is whether the page after the one that is multiplied exists.
     """
 
-    hands_over = True
+    signals_arrival = True
 
     def begin(self) -> Any:
-        found, (at, positions) = self._first(PAGES)
-        pages = [self._page_of(each) for each in found]
+        locations, (location, positions) = self._first(PAGES)
+        pages = [self._page_of(each) for each in locations]
         for i, page in enumerate(pages):
             self._begin(jnp.int32(i), page)
-        ahead = at, self._numbers(at, positions)
-        there, second = pages[0][1], pages[1][1]
-        first, after = jnp.int32(0), jnp.int32(1)
-        self._arrive(2, there, [self._quarter(0, first), *self._others(first, twice=False)])
-        self._arrive(1, second, self._others(after))
-        return pages[-1], ahead, self._after(at), second
+        ahead = location, self._numbers(location, positions)
+        first_exists, second_exists = pages[0][1], pages[1][1]
+        first_index, second_index = jnp.int32(0), jnp.int32(1)
+        self._arrive(
+            2,
+            first_exists,
+            [self._quarter(0, first_index), *self._others(first_index, both_quarters=False)],
+        )
+        self._arrive(1, second_exists, self._others(second_index))
+        return pages[-1], ahead, self._after(location), second_exists
 
-    def _begin(self, i: jax.Array, at: Any) -> None:
-        page, there, numbers = at
-        self._load(1, at, i)
+    def _begin(self, i: jax.Array, page_entry: Any) -> None:
+        page, page_exists, numbers = page_entry
+        self._load(1, page_entry, i)
         if self.cut.rope:
-            self._load_rope(at, i)
+            self._load_rope(page_entry, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
-        self._load(0, (page, there & (i < slots), numbers), i)
+        self._load(0, (page, page_exists & (i < slots), numbers), i)
         self._end_group()
 
-    def later(self, pages: Any, goes_on: Any = True) -> Any:
-        return *super().later(pages, goes_on), jnp.where(goes_on, pages[0][1], pages[3])
+    def later(self, pages: Any, is_continued: Any = True) -> Any:
+        return *super().later(pages, is_continued), jnp.where(is_continued, pages[0][1], pages[3])
 
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         before, ahead = pages[:2]
-        at = self._page_of(ahead)
+        page_entry = self._page_of(ahead)
         if quarter == 0:
-            pl.when(self.is_right)(lambda: self._load(0, at, into))
+            pl.when(self.is_right)(lambda: self._load(0, page_entry, into))
             pl.when(jnp.logical_not(self.is_right))(lambda: self._load(0, before, into))
             self._end_group()
             return
-        self._load(quarter, at, into)
+        self._load(quarter, page_entry, into)
         if not self.cut.interpret:
             self._prefetch_queries(*ahead[0])
 
-    def hand_over_first(self, pages: Any, now: jax.Array) -> None:
-        left = pages[3] & jnp.logical_not(self.is_right)
-        self._arrive(1, left, [self._quarter(0, now + 1)])
+    def hand_over_first(self, pages: Any, current_page: jax.Array) -> None:
+        is_left_pending = pages[3] & jnp.logical_not(self.is_right)
+        self._arrive(1, is_left_pending, [self._quarter(0, current_page + 1)])
 
-    def hand_over(self, pages: Any, now: jax.Array) -> None:
+    def hand_over(self, pages: Any, current_page: jax.Array) -> None:
         self._end_group()
-        self._arrive(2, pages[0][1], self._others(now + 2))
+        self._arrive(2, pages[0][1], self._others(current_page + 2))
 
     def _quarter(self, quarter: int, page: jax.Array) -> Callable[[], None]:
-        at = self.shared.kv_loaded.at[self.slot_of(quarter, page)]
-        return lambda: plgpu.barrier_arrive(at)
+        barrier = self.shared.kv_loaded.at[self.slot_of(quarter, page)]
+        return lambda: plgpu.barrier_arrive(barrier)
 
-    def _others(self, page: jax.Array, *, twice: bool = True) -> list[Callable[[], None]]:
-        """The arrivals of all columns except the left warpgroup's first quarter; without `twice`,
-        also except the right one's."""
+    def _others(self, page: jax.Array, *, both_quarters: bool = True) -> list[Callable[[], None]]:
+        """The arrivals of all columns except the left warpgroup's first quarter; without
+        `both_quarters`, also except the right one's."""
 
         def right() -> None:
-            if twice:
+            if both_quarters:
                 self._quarter(0, page)()
             if self.cut.rope:
                 plgpu.barrier_arrive(self.shared.rope_loaded.at[lax.rem(page, PAGES)])
 
         return [self._quarter(1, page), lambda: pl.when(self.is_right)(right)]
 
-    def _arrive(self, pending: int, there: jax.Array, each: list[Callable[[], None]]) -> None:
-        """Waits for all copy groups except the last `pending`, and makes them visible to all
+    def _arrive(
+        self, num_pending: int, page_exists: jax.Array, arrivals: list[Callable[[], None]]
+    ) -> None:
+        """Waits for all copy groups except the last `num_pending`, and makes them visible to all
         readers."""
         interpret = self.cut.interpret
 
-        @pl.when(there)
+        @pl.when(page_exists)
         def _():
             if not interpret:
-                wait_for_groups(pending, of_warp=False)
+                wait_for_groups(num_pending, of_warp=False)
             fence_proxy_async(interpret=interpret)
-            for arrive in each:
+            for arrive in arrivals:
                 arrive()
 
-    def _load(self, quarter: int, at: Any, into: jax.Array) -> None:
+    def _load(self, quarter: int, page_entry: Any, into: jax.Array) -> None:
         target = self.shared.kv.at[self.slot_of(quarter, into)]
-        first = (2 * self.half + quarter) * QUARTER
-        pl.when(at[1])(lambda: self._gather(at, target, swizzled(self.cut.dtype), first))
+        first_column = (2 * self.half + quarter) * QUARTER
+        pl.when(page_entry[1])(
+            lambda: self._gather(page_entry, target, swizzled(self.cut.dtype), first_column)
+        )
 
-    def _load_rope(self, at: Any, into: jax.Array) -> None:
+    def _load_rope(self, page_entry: Any, into: jax.Array) -> None:
         target = self.shared.rope.at[lax.rem(into, PAGES)]
-        gather = functools.partial(self._gather, at, target, swizzled(self.cut.dtype), RANK)
-        pl.when(at[1] & self.is_right)(gather)
+        gather = functools.partial(self._gather, page_entry, target, swizzled(self.cut.dtype), RANK)
+        pl.when(page_entry[1] & self.is_right)(gather)
 
 
 class Fp8TokenLoader(TokenLoader, Fp8PageLoader):

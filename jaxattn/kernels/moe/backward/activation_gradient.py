@@ -36,7 +36,7 @@ def rows_of_a_block(width: int) -> int:
 
 
 def swiglu_gradient(
-    of_h: jax.Array, saved: jax.Array, shares: jax.Array, taken: jax.Array, *, interpret: bool
+    of_h: jax.Array, saved: jax.Array, shares: jax.Array, is_token: jax.Array, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (of gate and up [R, 2 I], hidden [R, I], both in saved's dtype, of_share float32
     [R]).
@@ -45,14 +45,17 @@ def swiglu_gradient(
         of_h: [R, I].
         saved: Gate and up, [R, 2 I].
         shares: float32 [R].
-        taken: Whether a row belongs to a token; the other rows get zeros, whatever they contain.
+        is_token: Whether a row belongs to a token; the other rows get zeros, whatever they contain.
     """
     rows, width = of_h.shape
     out = launch(
         gradient_of_rows,
         name="moe_swiglu_gradient",
         grid={"block": rows // rows_of_a_block(width)},
-        inputs={"of_h": of_h, "saved": saved, "shares": shares, "taken": taken.astype(jnp.int32)},
+        inputs={
+            "of_h": of_h, "saved": saved, "shares": shares,
+            "is_token": is_token.astype(jnp.int32),
+        },
         outputs={
             "of_gates": jax.ShapeDtypeStruct(saved.shape, saved.dtype),
             "hidden": jax.ShapeDtypeStruct((rows, width), saved.dtype),
@@ -69,11 +72,11 @@ def swiglu_gradient(
 
 
 def gradient_of_rows(
-    of_h: Any, saved: Any, shares: Any, taken: Any, of_gates: Any, hidden: Any, of_shares: Any
+    of_h: Any, saved: Any, shares: Any, is_token: Any, of_gates: Any, hidden: Any, of_shares: Any
 ) -> None:
     width = of_h.shape[1]
-    together = rows_of_a_block(width)
-    first = lax.axis_index("block") * together
+    rows_per_cta = rows_of_a_block(width)
+    first = lax.axis_index("block") * rows_per_cta
     vector = next(n for n in (4, 2, 1) if width % (n * THREADS) == 0)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     halves = pl.ds(0, width), pl.ds(width, width)
@@ -81,24 +84,24 @@ def gradient_of_rows(
     def read(ref: Any, row: Any, columns: Any) -> jax.Array:
         return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
 
-    rows = [first + i for i in range(together)]
-    read_now = [
+    rows = [first + i for i in range(rows_per_cta)]
+    loaded_rows = [
         [read(of_h, row, halves[0]), *(read(saved, row, half) for half in halves)] for row in rows
     ]
-    for row, numbers in zip(rows, read_now, strict=True):
-        share, is_taken = shares[row], taken[row] != 0
-        there = lax.broadcast_in_dim(is_taken, (width,), ())
+    for row, numbers in zip(rows, loaded_rows, strict=True):
+        share, row_is_token = shares[row], is_token[row] != 0
+        mask = lax.broadcast_in_dim(row_is_token, (width,), ())
         # A select, and not a product: a row of padding may contain NaN.
-        given, gate, up = (
-            lax.select_n(there, jnp.zeros_like(each), each).astype(jnp.float32) for each in numbers
+        hidden_gradient, gate, up = (
+            lax.select_n(mask, jnp.zeros_like(each), each).astype(jnp.float32) for each in numbers
         )
-        opened, slope = sigmoid_and_slope(gate)
-        silu = gate * opened
-        h, scaled = silu * up, given * share
+        gate_sigmoid, slope = sigmoid_and_slope(gate)
+        silu = gate * gate_sigmoid
+        h, scaled = silu * up, hidden_gradient * share
         of_gate = scaled * up * slope
         for target, half, value in (
             (of_gates, halves[0], of_gate), (of_gates, halves[1], scaled * silu),
             (hidden, halves[0], h * share),
         ):  # fmt: skip
             target.at[row, half][...] = value.astype(target.dtype)
-        of_shares[row] = jnp.sum(given * h)
+        of_shares[row] = jnp.sum(hidden_gradient * h)

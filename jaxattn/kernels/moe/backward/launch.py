@@ -147,7 +147,7 @@ def config_of(operands: ExpertOperands) -> MoeTileConfig:
 
 
 def gradients(
-    kept: ExpertResiduals,
+    residuals: ExpertResiduals,
     cotangent: jax.Array,
     *,
     activation: ClampedSwiGLU | None = None,
@@ -156,26 +156,28 @@ def gradients(
 ) -> ExpertOperands:
     """Returns the gradients of a sum whose gradient with respect to the output [T, F] is
     `cotangent`."""
-    kept, cotangent = without_gradient(OP, (kept, cotangent))
-    return ExpertBackward(kept, affine, interpret).gradients(cotangent, activation or swiglu)
+    residuals, cotangent = without_gradient(OP, (residuals, cotangent))
+    return ExpertBackward(residuals, affine, interpret).gradients(cotangent, activation or swiglu)
 
 
 class ExpertBackward:
     """The backward pass for the residuals of a forward pass."""
 
-    def __init__(self, kept: ExpertResiduals, affine: tuple[int, int], interpret: bool):
-        self.kept, self.affine, self.interpret = kept, affine, interpret
-        self.operands, self.rows = kept.operands, kept.rows
-        self.dtype, self.count = kept.saved.dtype, len(kept.rows.pairs)
-        self.taken = kept.rows.pairs >= 0
+    def __init__(self, residuals: ExpertResiduals, affine: tuple[int, int], interpret: bool):
+        self.residuals, self.affine, self.interpret = residuals, affine, interpret
+        self.operands, self.rows = residuals.operands, residuals.rows
+        self.dtype, self.count = residuals.saved.dtype, len(residuals.rows.pairs)
+        self.is_token = residuals.rows.pairs >= 0
 
     def gradients(self, cotangent: jax.Array, activation: Any) -> ExpertOperands:
         x, weights, gate_up, down, *biases = self.operands
         of_out = self.gathered(cotangent)
-        at = PanelMatrix(0, self.count, down.shape[-1])
-        inner = self.product(of_out, down, at, "moe_down_gradient")
-        shares = jnp.where(self.taken, weights.reshape(-1)[self.rows.pairs], 0).astype(jnp.float32)
-        operands = inner, self.kept.saved, shares, self.taken
+        result_panels = PanelMatrix(0, self.count, down.shape[-1])
+        inner = self.product(of_out, down, result_panels, "moe_down_gradient")
+        shares = jnp.where(self.is_token, weights.reshape(-1)[self.rows.pairs], 0).astype(
+            jnp.float32
+        )
+        operands = inner, self.residuals.saved, shares, self.is_token
         if activation is swiglu and swiglu_serves(*inner.shape):
             of_gates, hidden, of_shares = swiglu_gradient(*operands, interpret=self.interpret)
         else:
@@ -187,7 +189,7 @@ class ExpertBackward:
         return ExpertOperands(
             self.summed_up(of_gates),
             self.of_weights(of_shares).astype(weights.dtype),
-            self.stacked(self.weight_gradient(of_gates, self.kept.tokens, "gate_up"), gate_up),
+            self.stacked(self.weight_gradient(of_gates, self.residuals.tokens, "gate_up"), gate_up),
             self.stacked(self.weight_gradient(of_out, hidden, "down"), down),
             *(
                 None if one is None or stack is None else self.stacked(one, stack)
@@ -200,18 +202,19 @@ class ExpertBackward:
         return tokens_in_rows(x, self.rows.pairs, top_k, interpret=self.interpret)
 
     def product(
-        self, operand: jax.Array, stack: jax.Array, at: PanelMatrix, name: str
+        self, operand: jax.Array, stack: jax.Array, result_panels: PanelMatrix, name: str
     ) -> jax.Array:
         """Multiplies rows by the weights [out, in] themselves; the forward multiplies by their
         transposes."""
         depth, height = stack.shape[-2:]
-        panels = -(-height // at.width)  # the last one may be partial
+        panels = -(-height // result_panels.width)  # the last one may be partial
         return grouped_product(
             operand, stack, None, None, self.rows.work,
-            jax.ShapeDtypeStruct((panels * self.count, at.width), self.dtype),
-            source=PanelMatrix(0, self.count, depth), results=at, gated=False, transposed=True,
-            product=product_config(height, depth), columns=config_of(self.operands).columns,
-            layer=self.kept.layer, affine=self.affine, name=name, interpret=self.interpret,
+            jax.ShapeDtypeStruct((panels * self.count, result_panels.width), self.dtype),
+            source=PanelMatrix(0, self.count, depth), results=result_panels, gated=False,
+            transposed=True, product=product_config(height, depth),
+            columns=config_of(self.operands).columns,
+            layer=self.residuals.layer, affine=self.affine, name=name, interpret=self.interpret,
         )["target"]  # fmt: skip
 
     def weight_gradient(self, left: jax.Array, right: jax.Array, name: str) -> jax.Array:
@@ -225,10 +228,12 @@ class ExpertBackward:
         x, weights = self.operands.x, self.operands.weights
         features = x.shape[1]
         dtype = x.dtype if x.dtype.itemsize <= 4 else jnp.float32  # kernels have no float64
-        at = PanelMatrix(0, self.count, panel(output_columns(features)))
-        spread = self.product(of_gates, self.operands.gate_up, at, "moe_gate_up_gradient")
+        result_panels = PanelMatrix(0, self.count, panel(output_columns(features)))
+        row_gradients = self.product(
+            of_gates, self.operands.gate_up, result_panels, "moe_gate_up_gradient"
+        )
         return combine(
-            spread, self.rows.work.positions, jnp.ones_like(weights), results=at,
+            row_gradients, self.rows.work.positions, jnp.ones_like(weights), results=result_panels,
             features=features, columns=512, dtype=dtype, interpret=self.interpret,
         ).astype(x.dtype)  # fmt: skip
 
@@ -254,11 +259,11 @@ class ExpertBackward:
     def met_bias(self, of_out: jax.Array, down_bias: jax.Array) -> jax.Array:
         """Returns [R], the contribution of down's bias to the gradients of the tokens' weights."""
         bias = down_bias[self.number].astype(jnp.float32)[jnp.argmax(self.members, axis=1)]
-        return jnp.where(self.taken, (of_out.astype(jnp.float32) * bias).sum(1), 0)
+        return jnp.where(self.is_token, (of_out.astype(jnp.float32) * bias).sum(1), 0)
 
     @property
     def number(self) -> jax.Array:
-        return self.affine[0] * self.kept.layer[0] + self.affine[1]
+        return self.affine[0] * self.residuals.layer[0] + self.affine[1]
 
     def stacked(self, gradient: jax.Array, stack: jax.Array) -> jax.Array:
         """Returns the gradient of a stack of layers, in which the other layers' is 0."""
@@ -295,7 +300,7 @@ def through_activation(
     inner: jax.Array,
     saved: jax.Array,
     shares: jax.Array,
-    taken: jax.Array,
+    is_token: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the gradients of gate and up [R, 2 I], h times the token's weight [R, I], both
@@ -304,11 +309,11 @@ def through_activation(
     gate, up = jnp.split(saved.astype(jnp.float32), 2, axis=1)
     inner = inner.astype(jnp.float32)
     h, pullback = jax.vjp(activation, gate, up)
-    of_shares = jnp.where(taken, (inner * h).sum(1), 0)
+    of_shares = jnp.where(is_token, (inner * h).sum(1), 0)
     of_gates = jnp.concatenate(pullback(inner * shares[:, None]), axis=1)
-    some = taken[:, None]
+    token_mask = is_token[:, None]
     return (
-        jnp.where(some, of_gates, 0).astype(saved.dtype),
-        jnp.where(some, h * shares[:, None], 0).astype(saved.dtype),
+        jnp.where(token_mask, of_gates, 0).astype(saved.dtype),
+        jnp.where(token_mask, h * shares[:, None], 0).astype(saved.dtype),
         of_shares,
     )

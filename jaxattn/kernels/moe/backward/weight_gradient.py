@@ -218,10 +218,10 @@ class WeightGradientCta:
         loaded ahead. Returns the total number of steps."""
 
         def one(i: Any, carry: Any) -> Any:
-            done, now = carry
+            done, work_tile = carry
             following = self.item(i + 1)
-            function(now, done)
-            return done + now.steps, following
+            function(work_tile, done)
+            return done + work_tile.steps, following
 
         return lax.fori_loop(0, self.mine, one, (jnp.int32(0), self.item(0)))[0]
 
@@ -237,21 +237,23 @@ class WeightGradientCta:
         def _drain(s):
             plgpu.barrier_wait(read.at[lax.rem(s, stages)])
 
-    def _load_item(self, now: WeightGradientTile, done: jax.Array) -> None:
+    def _load_item(self, work_tile: WeightGradientTile, done: jax.Array) -> None:
         cut, refs, config = self.cut, self.refs, self.cut.config
 
-        @pl.loop(0, now.steps)
+        @pl.loop(0, work_tile.steps)
         def _step(s):
             slot = lax.rem(done + s, cut.stages)
             pl.when(done + s >= cut.stages)(lambda: plgpu.barrier_wait(refs.read.at[slot]))
-            there = refs.loaded.at[slot]
-            rows = pl.ds(pl.multiple_of(now.start + s * DEPTH, DEPTH), DEPTH)
+            barrier = refs.loaded.at[slot]
+            rows = pl.ds(pl.multiple_of(work_tile.start + s * DEPTH, DEPTH), DEPTH)
             for tile in range(config.parts * config.consumers):
-                some = pl.ds(pl.multiple_of(now.row + tile * ROWS, ROWS), ROWS)
-                to = refs.left_smem.at[slot, tile]
-                plgpu.copy_gmem_to_smem(refs.left.at[rows, some], to, there)
-            some = pl.ds(pl.multiple_of(now.column, ROWS), config.columns)
-            plgpu.copy_gmem_to_smem(refs.right.at[rows, some], refs.right_smem.at[slot], there)
+                column_slice = pl.ds(pl.multiple_of(work_tile.row + tile * ROWS, ROWS), ROWS)
+                destination = refs.left_smem.at[slot, tile]
+                plgpu.copy_gmem_to_smem(refs.left.at[rows, column_slice], destination, barrier)
+            column_slice = pl.ds(pl.multiple_of(work_tile.column, ROWS), config.columns)
+            plgpu.copy_gmem_to_smem(
+                refs.right.at[rows, column_slice], refs.right_smem.at[slot], barrier
+            )
 
     def multiply(self) -> None:
         """Computes a consumer warpgroup's rows of each tile."""
@@ -260,23 +262,23 @@ class WeightGradientCta:
         self.each(self._multiply_item)
         plgpu.wait_smem_to_gmem(0)
 
-    def _multiply_item(self, now: WeightGradientTile, done: jax.Array) -> None:
+    def _multiply_item(self, work_tile: WeightGradientTile, done: jax.Array) -> None:
         config, out = self.cut.config, self.refs.out_smem
-        for part, total in enumerate(self._sums(now, done)):
+        for part, total in enumerate(self._sums(work_tile, done)):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store(out.at[self.wg], total.astype(out.dtype), interpret=self.cut.interpret)
             plgpu.commit_smem()
-            row = pl.multiple_of(now.row + (self.wg * config.parts + part) * ROWS, ROWS)
-            some = pl.ds(pl.multiple_of(now.column, ROWS), config.columns)
-            to = self.refs.out.at[now.expert, pl.ds(row, ROWS), some]
-            plgpu.copy_smem_to_gmem(out.at[self.wg], to)
+            row = pl.multiple_of(work_tile.row + (self.wg * config.parts + part) * ROWS, ROWS)
+            column_slice = pl.ds(pl.multiple_of(work_tile.column, ROWS), config.columns)
+            destination = self.refs.out.at[work_tile.expert, pl.ds(row, ROWS), column_slice]
+            plgpu.copy_smem_to_gmem(out.at[self.wg], destination)
 
-    def _sums(self, now: WeightGradientTile, done: jax.Array) -> list[jax.Array]:
+    def _sums(self, work_tile: WeightGradientTile, done: jax.Array) -> list[jax.Array]:
         """Returns each part's sums over all rows of the expert."""
         cut, refs, parts = self.cut, self.refs, self.cut.config.parts
 
         def accumulate(*accs: Any) -> list[jax.Array]:
-            @pl.loop(0, now.steps)
+            @pl.loop(0, work_tile.steps)
             def _step(s):
                 slot = lax.rem(done + s, cut.stages)
                 plgpu.barrier_wait(refs.loaded.at[slot])
@@ -289,13 +291,13 @@ class WeightGradientCta:
                 def _before():
                     plgpu.barrier_arrive(refs.read.at[lax.rem(done + s - 1, cut.stages)])
 
-            every = [acc[...] for acc in accs]
+            part_sums = [acc[...] for acc in accs]
 
-            @pl.when(now.steps > 0)
+            @pl.when(work_tile.steps > 0)
             def _last():
-                plgpu.barrier_arrive(refs.read.at[lax.rem(done + now.steps - 1, cut.stages)])
+                plgpu.barrier_arrive(refs.read.at[lax.rem(done + work_tile.steps - 1, cut.stages)])
 
-            return every
+            return part_sums
 
         shape = (ROWS, cut.config.columns)
         return pl.run_scoped(accumulate, *[plgpu.ACC(shape, jnp.float32)] * parts)

@@ -44,7 +44,7 @@ class GroupedGemmTile(NamedTuple):
     source: jax.Array  # first row of its tokens
     target: jax.Array  # first row of its results
     groups: jax.Array  # of 8 tokens
-    place: jax.Array  # index among the expert's pieces of rows
+    piece_index: jax.Array  # index among the expert's pieces of rows
 
 
 def tokens_in_place(tokens: int) -> bool:
@@ -94,8 +94,8 @@ def align_tokens(ids: jax.Array, experts: int, columns: int, group: int = GROUP)
     return TokenAlignment(tiles, each.sum(dtype=jnp.int32)[None], positions, of_rows)
 
 
-def _count(there: jax.Array) -> jax.Array:
-    return there.sum(axis=1, dtype=jnp.int32)
+def _count(is_assigned: jax.Array) -> jax.Array:
+    return is_assigned.sum(axis=1, dtype=jnp.int32)
 
 
 def _sums_before(x: jax.Array) -> jax.Array:

@@ -69,7 +69,7 @@ def takes(page_size: int) -> bool:
 def turbo_unpack_mosaic(
     kv_cache: jax.Array,
     pages: jax.Array,
-    held: jax.Array,
+    token_range: jax.Array,
     layer: jax.Array,
     common: jax.Array | None = None,
     *,
@@ -81,7 +81,7 @@ def turbo_unpack_mosaic(
     Args:
         kv_cache: uint8 [L, N, Hk, C * slot_bytes].
         pages: int32 [B, n], each row's pages. One that does not exist gives NaN.
-        held: int32 [2, B]: the first of the tokens here that belong to a row, and the end
+        token_range: int32 [2, B]: the first of the tokens here that belong to a row, and the end
             (exclusive). The others are 0.
         layer: int32 [1].
         common: float32 [B, Hk, D], subtracted from each key of a row, or None.
@@ -94,20 +94,21 @@ def turbo_unpack_mosaic(
     steps = size // PAGE
 
     def body(
-        kv_ref: Any, pages_ref: Any, held_ref: Any, layer_ref: Any, common_ref: Any, k_ref: Any,
-        v_ref: Any,
+        kv_ref: Any, pages_ref: Any, token_range_ref: Any, layer_ref: Any, common_ref: Any,
+        k_ref: Any, v_ref: Any,
     ) -> None:  # fmt: skip
         block = lax.axis_index("block")
         step, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
-        row, first = lax.div(step, count * steps), lax.rem(step, count * steps)
-        page, inside = pages_ref[row, lax.div(first, steps)], lax.rem(first, steps)
-        there = (page >= 0) & (page < kv_cache.shape[1])
-        place = DequantTile(
-            layer=jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1), row=row, first=first * PAGE,
-            page=jnp.where(there, page, 0), inside=inside, head=head, there=there,
-            begin=held_ref[0, row], end=held_ref[1, row],
+        row, token_step = lax.div(step, count * steps), lax.rem(step, count * steps)
+        page, inside = pages_ref[row, lax.div(token_step, steps)], lax.rem(token_step, steps)
+        page_exists = (page >= 0) & (page < kv_cache.shape[1])
+        tile = DequantTile(
+            layer=jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1), row=row,
+            first_token=token_step * PAGE, page=jnp.where(page_exists, page, 0),
+            inside=inside, head=head, page_exists=page_exists,
+            begin=token_range_ref[0, row], end=token_range_ref[1, row],
         )  # fmt: skip
-        (_plain if interpret else _write)(form, place, kv_ref, common_ref, k_ref, v_ref)
+        (_plain if interpret else _write)(form, tile, kv_ref, common_ref, k_ref, v_ref)
 
     written = launch(
         body,
@@ -117,7 +118,7 @@ def turbo_unpack_mosaic(
         inputs={
             "kv_ref": kv_cache,
             "pages_ref": pages,
-            "held_ref": held,
+            "token_range_ref": token_range,
             "layer_ref": layer,
             "common_ref": common,
         },
@@ -140,8 +141,8 @@ class DequantTile:
     Attributes:
         layer, page, head: The location of its codes in the cache, `inside` steps after the page's
             start.
-        there: Whether the page exists.
-        row, first: The destination: tokens of the row from `first` on.
+        page_exists: Whether the page exists.
+        row, first_token: The destination: tokens of the row from `first_token` on.
         begin, end: The range of tokens that belong to the row.
     """
 
@@ -149,44 +150,46 @@ class DequantTile:
     page: Any
     inside: Any
     head: Any
-    there: Any
+    page_exists: Any
     row: Any
-    first: Any
+    first_token: Any
     begin: Any
     end: Any
 
 
 def _plain(
-    form: TurboFormat, place: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+    form: TurboFormat, tile: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
 ) -> None:
     """Dequantizes in the interpreter."""
     nbytes = PAGE * form.slot_bytes
-    some = kv_ref[place.layer, place.page, place.head, pl.ds(place.inside * nbytes, nbytes)]
-    slots = ungroup(form, some.reshape(GROUPS, -1)).reshape(PAGE, -1)
-    token = place.first + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
-    own = (token >= place.begin) & (token < place.end)
+    code_bytes = kv_ref[tile.layer, tile.page, tile.head, pl.ds(tile.inside * nbytes, nbytes)]
+    slots = ungroup(form, code_bytes.reshape(GROUPS, -1)).reshape(PAGE, -1)
+    token = tile.first_token + lax.broadcasted_iota(jnp.int32, (PAGE, 1), 0)
+    in_row = (token >= tile.begin) & (token < tile.end)
     codes = unpack(form, slots)
     keys = plain_keys(form, codes)
     if common_ref is not None:
-        keys -= common_ref[place.row, place.head]
+        keys -= common_ref[tile.row, tile.head]
     for ref, x in ((k_ref, keys), (v_ref, dequantize(form, codes)[1])):
-        x = jnp.where(place.there, x, jnp.nan)
+        x = jnp.where(tile.page_exists, x, jnp.nan)
         x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -LARGEST_F16, LARGEST_F16))
-        ref[place.row, pl.ds(place.first, PAGE), place.head] = jnp.where(own, x, 0).astype(HALF)
+        ref[tile.row, pl.ds(tile.first_token, PAGE), tile.head] = jnp.where(in_row, x, 0).astype(
+            HALF
+        )
 
 
 def _write(
-    form: TurboFormat, place: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
+    form: TurboFormat, tile: DequantTile, kv_ref: Any, common_ref: Any, k_ref: Any, v_ref: Any
 ) -> None:
     refs = [kv_ref, k_ref, v_ref] + ([] if common_ref is None else [common_ref])
 
     def run(ctx: Any, *args: Any) -> None:
         del ctx
         names = [field.name for field in dataclasses.fields(DequantTile)]
-        here = DequantTile(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
-        DequantWriter(form, here, *args[: len(refs)]).run()
+        thread_tile = DequantTile(**dict(zip(names, map(single, args[len(refs) :]), strict=True)))
+        DequantWriter(form, thread_tile, *args[: len(refs)]).run()
 
-    numbers = [jnp.int32(getattr(place, field.name)) for field in dataclasses.fields(DequantTile)]
+    numbers = [jnp.int32(getattr(tile, field.name)) for field in dataclasses.fields(DequantTile)]
     types = (*[PLAIN] * len(refs), *[SPLAT] * len(numbers))
     plgpu.inline_mgpu(arg_types=types)(run)(*refs, *numbers)
 
@@ -198,30 +201,30 @@ class GlobalCodeRegisters(WordRegisters):
         super().__init__(ref)
         self.begin = begin
 
-    def load(self, at: Any, fixed: int, count: int) -> list[Any]:
-        loaded = llvm.load(ir.VectorType.get((count,), i32()), self._pointer(at, fixed))
+    def load(self, offset: Any, fixed: int, count: int) -> list[Any]:
+        loaded = llvm.load(ir.VectorType.get((count,), i32()), self._pointer(offset, fixed))
         return [element(loaded, i) for i in range(count)]
 
-    def halves(self, at: Any, fixed: int) -> Any:
+    def halves(self, offset: Any, fixed: int) -> Any:
         """Returns a float16 number there, as float32."""
         one = ir.VectorType.get((1,), ir.F16Type.get())
-        return arith.extf(f32(), element(llvm.load(one, self._pointer(at, fixed)), 0))
+        return arith.extf(f32(), element(llvm.load(one, self._pointer(offset, fixed)), 0))
 
-    def _pointer(self, at: Any, fixed: int) -> Any:
-        return pointer(self.ref, arith.addi(self.begin, _zero_extend(at)), fixed)
+    def _pointer(self, offset: Any, fixed: int) -> Any:
+        return pointer(self.ref, arith.addi(self.begin, _zero_extend(offset)), fixed)
 
 
 class DequantWriter:
     """One thread's share of a CTA."""
 
     def __init__(
-        self, form: TurboFormat, place: DequantTile, kv: Any, k: Any, v: Any, common: Any = None
+        self, form: TurboFormat, tile: DequantTile, kv: Any, k: Any, v: Any, common: Any = None
     ):
-        self.form, self.place, self.k, self.v, self.common = form, place, k, v, common
+        self.form, self.tile, self.k, self.v, self.common = form, tile, k, v, common
         _, pages, heads, nbytes = ir.MemRefType(kv.type).shape
-        begin = wide_row(wide_row(place.layer, pages, place.page), heads, place.head)
+        begin = wide_row(wide_row(tile.layer, pages, tile.page), heads, tile.head)
         begin = arith.muli(begin, mgpu.c(nbytes, long()))
-        inside = times(place.inside, PAGE * form.slot_bytes)
+        inside = times(tile.inside, PAGE * form.slot_bytes)
         self.on = GlobalCodeRegisters(kv, arith.addi(begin, _zero_extend(inside)))
         self.pitch = GROUP * form.slot_bytes
 
@@ -231,32 +234,32 @@ class DequantWriter:
         keys = key_registers(on, form, self.pitch)
         tokens = [plus(times(on.warp, GROUP), on.g, word(8 * h)) for h in range(2)]
         for h, token in enumerate(tokens):
-            mine = [x for c in range(blocks) for x in floats(halves(keys[2 * c + h]))]
-            by = self._nan_if_page_missing(number(1.0))
+            dims = [x for c in range(blocks) for x in floats(halves(keys[2 * c + h]))]
+            scale_factor = self._nan_if_page_missing(number(1.0))
             if form.rotated:
-                mine = lane_butterfly(mine, SHARING)
-                by = arith.mulf(self._number(0, token), number(form.head_dim**-0.5))
+                dims = lane_butterfly(dims, SHARING)
+                scale_factor = arith.mulf(self._number(0, token), number(form.head_dim**-0.5))
             for c in range(blocks):
-                some = [arith.mulf(x, by) for x in mine[4 * c : 4 * c + 4]]
+                numbers = [arith.mulf(x, scale_factor) for x in dims[4 * c : 4 * c + 4]]
                 dim = plus(times(on.t, 4), word(16 * c))
                 if self.common is not None:
-                    some = list(map(arith.subf, some, self._shared(dim)))
-                self._store(self.k, token, dim, some)
+                    numbers = list(map(arith.subf, numbers, self._shared(dim)))
+                self._store(self.k, token, dim, numbers)
         values = value_registers(on, form, self.pitch)
         kinds = form.meta_bytes // 2
         for n in range(GROUPS):
             # In a transposed block, a lane has two dims of the token that its `g` selects.
-            near = plus(times(on.right(on.g, 1), 4), on.both(on.g, 1), word(GROUP * n))
-            for half, token in enumerate((near, plus(near, word(2)))):
+            first_token = plus(times(on.right(on.g, 1), 4), on.both(on.g, 1), word(GROUP * n))
+            for half, token in enumerate((first_token, plus(first_token, word(2)))):
                 scale, minimum = (self._number(kinds - i, token) for i in (2, 1))
                 for m in range(form.head_dim // 64):
                     for h in range(2):
                         codes = halves(values[(m * GROUPS + n) * 2 + h])[half]
-                        some = floats(asm(TURNED, [i32()], [codes], "=r,r", convergent=True))
-                        some = [arith.addf(x, number(middle(form.value_bits))) for x in some]
-                        some = [arith.addf(minimum, arith.mulf(scale, x)) for x in some]
+                        numbers = floats(asm(TURNED, [i32()], [codes], "=r,r", convergent=True))
+                        numbers = [arith.addf(x, number(middle(form.value_bits))) for x in numbers]
+                        numbers = [arith.addf(minimum, arith.mulf(scale, x)) for x in numbers]
                         dim = plus(times(on.warp, 16), times(on.t, 2), word(64 * m + 8 * h))
-                        self._store(self.v, token, dim, some)
+                        self._store(self.v, token, dim, numbers)
 
     def _number(self, kind: int, token: Any) -> Any:
         """Returns a token's norm, scale or minimum."""
@@ -267,31 +270,31 @@ class DequantWriter:
 
     def _shared(self, dim: Any) -> list[Any]:
         """Returns four dims of the common part of the row's keys."""
-        place = self.place
+        tile = self.tile
         _, heads, dims = ir.MemRefType(self.common.type).shape
-        row = wide_row(place.row, heads, place.head)
+        row = wide_row(tile.row, heads, tile.head)
         offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _zero_extend(dim))
         return load(self.common, arith.muli(offset, mgpu.c(4, long())), 0, 4, f32())
 
     def _nan_if_page_missing(self, x: Any) -> Any:
         """Returns NaN if the page does not exist."""
-        exists = arith.cmpi(arith.CmpIPredicate.ne, self.place.there, word(0))
+        exists = arith.cmpi(arith.CmpIPredicate.ne, self.tile.page_exists, word(0))
         return arith.select(exists, x, number(float("nan")))
 
-    def _store(self, ref: Any, token: Any, dim: Any, some: list[Any]) -> None:
+    def _store(self, ref: Any, token: Any, dim: Any, numbers: list[Any]) -> None:
         """Stores float32 numbers of neighboring dims, as float16."""
-        place, half = self.place, ir.F16Type.get()
+        tile, half = self.tile, ir.F16Type.get()
         _, tokens, heads, dims = ir.MemRefType(ref.type).shape
-        at = plus(place.first, token)
-        own = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.sge, at, place.begin),
-            arith.cmpi(arith.CmpIPredicate.slt, at, place.end),
+        row_token = plus(tile.first_token, token)
+        in_row = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, row_token, tile.begin),
+            arith.cmpi(arith.CmpIPredicate.slt, row_token, tile.end),
         )
-        some = [arith.select(own, _bounded(x), number(0.0)) for x in some]
-        row = wide_row(wide_row(place.row, tokens, at), heads, place.head)
+        numbers = [arith.select(in_row, _bounded(x), number(0.0)) for x in numbers]
+        row = wide_row(wide_row(tile.row, tokens, row_token), heads, tile.head)
         offset = arith.addi(arith.muli(row, mgpu.c(dims, long())), _zero_extend(dim))
         offset = arith.muli(offset, mgpu.c(HALF.itemsize, long()))
-        llvm.store(joined([arith.truncf(half, x) for x in some]), pointer(ref, offset))
+        llvm.store(joined([arith.truncf(half, x) for x in numbers]), pointer(ref, offset))
 
 
 def long() -> Any:

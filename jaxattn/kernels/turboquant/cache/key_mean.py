@@ -55,12 +55,12 @@ WARPS = 4
 def turbo_common_mosaic(
     kv_cache: jax.Array,
     block_tables: jax.Array,
-    held: jax.Array,
+    token_range: jax.Array,
     layer: jax.Array,
     *,
     form: TurboFormat,
     samples: int,
-    most: float,
+    max_abs: float,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns float32 [B, Hk, D], the result of `common_key`.
@@ -68,12 +68,12 @@ def turbo_common_mosaic(
     Args:
         kv_cache: uint8 [L, N, Hk, C * slot_bytes].
         block_tables: int32 [B, M].
-        held: int32 [2, B], a row's first token and the end (exclusive) of its tokens, within its
-            table.
+        token_range: int32 [2, B], a row's first token and the end (exclusive) of its tokens, within
+            its table.
         layer: int32 [1].
         form: The cache's format.
         samples: The number of groups, a multiple of 4.
-        most: The largest number of the result.
+        max_abs: The largest number of the result.
     """
     require_hopper("turbo_common", interpret=interpret)
     (batch, width), kv_heads = block_tables.shape, kv_cache.shape[2]
@@ -81,30 +81,32 @@ def turbo_common_mosaic(
     of_page = page // GROUP
 
     def body(
-        kv_ref: Any, tables_ref: Any, held_ref: Any, layer_ref: Any, out_ref: Any, sums_smem: Any,
-        counts_smem: Any,
+        kv_ref: Any, tables_ref: Any, token_range_ref: Any, layer_ref: Any, out_ref: Any,
+        sums_smem: Any, counts_smem: Any,
     ) -> None:  # fmt: skip
         block = lax.axis_index("block")
         row, head = lax.div(block, kv_heads), lax.rem(block, kv_heads)
-        begin, end = held_ref[0, row], held_ref[1, row]
+        begin, end = token_range_ref[0, row], token_range_ref[1, row]
         first = lax.div(begin, GROUP)
         groups = jnp.maximum(lax.div(end + (GROUP - 1), GROUP) - first, 0)
-        places = []
+        group_locations = []
         for i in range(samples):
             group = first + lax.div((2 * i + 1) * groups, 2 * samples)
             number = tables_ref[row, jnp.clip(lax.div(group, of_page), 0, width - 1)]
-            there = (number >= 0) & (number < kv_cache.shape[1])
+            page_exists = (number >= 0) & (number < kv_cache.shape[1])
             # On a page that does not exist, no token belongs to the row.
-            token = jnp.where(there, group * GROUP, jnp.iinfo(jnp.int32).max - GROUP)
-            places += [jnp.where(there, number, 0), lax.rem(group, of_page), token]
-        at = jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1)
-        numbers = [jnp.int32(x) for x in (at, row, head, begin, end, groups, *places)]
+            token = jnp.where(page_exists, group * GROUP, jnp.iinfo(jnp.int32).max - GROUP)
+            group_locations += [jnp.where(page_exists, number, 0), lax.rem(group, of_page), token]
+        layer_index = jnp.clip(layer_ref[0], 0, kv_cache.shape[0] - 1)
+        numbers = [
+            jnp.int32(x) for x in (layer_index, row, head, begin, end, groups, *group_locations)
+        ]
         if interpret:
-            _plain(form, most, numbers, kv_ref, out_ref)
+            _plain(form, max_abs, numbers, kv_ref, out_ref)
             return
         _inline(KeySum(form), numbers, kv_ref, sums_smem, counts_smem)
         warpgroup_barrier(interpret=False)
-        _inline(KeyMean(form, most), numbers[1:3], out_ref, sums_smem, counts_smem)
+        _inline(KeyMean(form, max_abs), numbers[1:3], out_ref, sums_smem, counts_smem)
 
     return launch(
         body,
@@ -113,7 +115,7 @@ def turbo_common_mosaic(
         inputs={
             "kv_ref": kv_cache,
             "tables_ref": block_tables,
-            "held_ref": held,
+            "token_range_ref": token_range,
             "layer_ref": layer,
         },
         outputs={"out_ref": jax.ShapeDtypeStruct((batch, kv_heads, dim), jnp.float32)},
@@ -132,7 +134,7 @@ def turbo_common_mosaic(
 
 
 def _plain(
-    form: TurboFormat, most: float, numbers: list[jax.Array], kv_ref: Any, out_ref: Any
+    form: TurboFormat, max_abs: float, numbers: list[jax.Array], kv_ref: Any, out_ref: Any
 ) -> None:
     """Computes the mean in the interpreter."""
     layer, row, head, begin, end, groups, *places = numbers
@@ -151,7 +153,7 @@ def _plain(
         total += jnp.sum(weights[:, None] * key_numbers(form, codes.keys), axis=0)
         count += jnp.sum(counts)
     mean = rotate(total / jnp.maximum(count, 1))
-    out_ref[row, head] = jnp.clip(mean, -most, most)
+    out_ref[row, head] = jnp.clip(mean, -max_abs, max_abs)
 
 
 def _inline(run: Callable[..., None], numbers: list[jax.Array], *refs: Any) -> None:
@@ -194,7 +196,7 @@ class KeySum:
         store(joined([count]), counts, times(thread.warp, 4))
 
     def _group(
-        self, kv: Any, layer: Any, head: Any, begin: Any, end: Any, all_groups: Any, page: Any,
+        self, kv: Any, layer: Any, head: Any, begin: Any, end: Any, num_groups: Any, page: Any,
         inside: Any, token: Any, total: list[Any],
     ) -> tuple[list[Any], Any]:  # fmt: skip
         """Returns the sums with a group of this warp added, and the number of all its tokens that
@@ -206,39 +208,44 @@ class KeySum:
         inside = arith.extui(long(), times(inside, GROUP * form.slot_bytes))
         on = GlobalCodeRegisters(kv, arith.addi(at, inside))
         keys = key_registers(on, form, 0)  # a warp has its own beginning
-        least, seen, norms, counting = number(float("inf")), number(0.0), [], []
+        min_norm, num_tokens, norms, token_masks = number(float("inf")), number(0.0), [], []
         for h in range(2):
-            own = plus(on.g, word(8 * h))
-            norm = on.halves(times(own, 2), GROUP * (form.key_bytes + form.value_bytes))
-            own = plus(token, own)
+            token_index = plus(on.g, word(8 * h))
+            norm = on.halves(times(token_index, 2), GROUP * (form.key_bytes + form.value_bytes))
+            token_index = plus(token, token_index)
             size = arith.maximumf(norm, arith.subf(number(0.0), norm))
-            counts = arith.andi(
+            is_counted = arith.andi(
                 arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.sge, own, begin),
-                    arith.cmpi(arith.CmpIPredicate.slt, own, end),
+                    arith.cmpi(arith.CmpIPredicate.sge, token_index, begin),
+                    arith.cmpi(arith.CmpIPredicate.slt, token_index, end),
                 ),
                 arith.cmpf(arith.CmpFPredicate.OLE, size, number(LARGEST_F16)),
             )
             norms.append(norm)
-            counting.append(counts)
-            least = arith.minimumf(least, arith.select(counts, norm, number(float("inf"))))
-            seen = arith.addf(seen, arith.select(counts, number(1.0), number(0.0)))
+            token_masks.append(is_counted)
+            min_norm = arith.minimumf(
+                min_norm, arith.select(is_counted, norm, number(float("inf")))
+            )
+            num_tokens = arith.addf(num_tokens, arith.select(is_counted, number(1.0), number(0.0)))
         for distance in (4, 8, 16):
-            least = arith.minimumf(least, utils.shfl_bfly(least, distance))
-            seen = arith.addf(seen, utils.shfl_bfly(seen, distance))
+            min_norm = arith.minimumf(min_norm, utils.shfl_bfly(min_norm, distance))
+            num_tokens = arith.addf(num_tokens, utils.shfl_bfly(num_tokens, distance))
         # A single token does not count, unless the row has only one group.
-        taken = arith.ori(
-            arith.cmpf(arith.CmpFPredicate.OGT, seen, number(1.0)),
-            arith.cmpi(arith.CmpIPredicate.eq, all_groups, word(1)),
+        is_used = arith.ori(
+            arith.cmpf(arith.CmpFPredicate.OGT, num_tokens, number(1.0)),
+            arith.cmpi(arith.CmpIPredicate.eq, num_groups, word(1)),
         )
-        seen, cap = arith.select(taken, seen, number(0.0)), arith.addf(least, least)
-        for h, (norm, counts) in enumerate(zip(norms, counting, strict=True)):
+        num_tokens, cap = (
+            arith.select(is_used, num_tokens, number(0.0)),
+            arith.addf(min_norm, min_norm),
+        )
+        for h, (norm, is_counted) in enumerate(zip(norms, token_masks, strict=True)):
             weight = arith.minimumf(norm, cap)
-            weight = arith.select(arith.andi(counts, taken), weight, number(0.0))
+            weight = arith.select(arith.andi(is_counted, is_used), weight, number(0.0))
             blocks = range(form.head_dim // 16)
-            mine = [x for c in blocks for x in floats(halves(keys[2 * c + h]))]
-            total = [arith.addf(x, arith.mulf(weight, y)) for x, y in zip(total, mine, strict=True)]
-        return total, seen
+            dims = [x for c in blocks for x in floats(halves(keys[2 * c + h]))]
+            total = [arith.addf(x, arith.mulf(weight, y)) for x, y in zip(total, dims, strict=True)]
+        return total, num_tokens
 
 
 def _of_warp(thread: WarpgroupThread, values: tuple[Any, ...]) -> Any:
@@ -254,7 +261,7 @@ class KeyMean:
     """Four neighboring dims of the mean for each thread; several threads have the same dims."""
 
     form: TurboFormat
-    most: float
+    max_abs: float
 
     def __call__(self, out: Any, sums: Any, counts: Any, row: Any, head: Any) -> None:
         dim = self.form.head_dim
@@ -266,7 +273,7 @@ class KeyMean:
             count = arith.addf(count, load(counts, word(0), 4 * w, 1, f32())[0])
         share = arith.divf(number(1.0), arith.maximumf(count, number(1.0)))
         mean = [arith.mulf(x, share) for x in total]
-        low, high = number(-self.most), number(self.most)
+        low, high = number(-self.max_abs), number(self.max_abs)
         mean = [arith.minimumf(arith.maximumf(x, low), high) for x in mean]
         _, heads, _ = ir.MemRefType(out.type).shape
         at = arith.muli(wide_row(row, heads, head), mgpu.c(4 * dim, long()))

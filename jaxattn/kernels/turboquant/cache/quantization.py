@@ -47,13 +47,13 @@ class TurboSlotPosition:
         page: The page of all heads.
         group: Bytes from there to the head's group of 16 tokens.
         token: The token's index in the group.
-        own: Whether this thread's head exists.
+        head_exists: Whether this thread's head exists.
     """
 
     page: Any
     group: Any
     token: Any
-    own: Any
+    head_exists: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,23 +70,25 @@ class TurboQuantizer:
     heads: int
     page_bytes: int
 
-    def write(self, line: Any, page: Any, first_head: Any, at: Any) -> None:
+    def write(self, line: Any, page: Any, first_head: Any, page_offset: Any) -> None:
         """Quantizes and writes; warp 0 has the keys, warp 1 the values.
 
         Args:
             line: float32 [2 * heads * D] in shared memory: keys, then values.
             page: bytes [Hk, ..] in global memory.
             first_head: The first of the heads.
-            at: The token's place in the page.
+            page_offset: The token's place in the page.
         """
         thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(self.heads - 1))
         lane = arith.andi(thread.index, word(LANES - 1))
-        group = times(arith.shrui(at, word(4)), GROUP * self.form.slot_bytes)
+        group = times(arith.shrui(page_offset, word(4)), GROUP * self.form.slot_bytes)
         group = plus(group, times(plus(first_head, half), self.page_bytes))
         sixteen = arith.andi(arith.shrui(thread.index, word(4)), word(1))
-        own = arith.cmpi(arith.CmpIPredicate.ult, sixteen, word(self.heads))
-        place = TurboSlotPosition(page, group, arith.andi(at, word(GROUP - 1)), own)
+        head_exists = arith.cmpi(arith.CmpIPredicate.ult, sixteen, word(self.heads))
+        position = TurboSlotPosition(
+            page, group, arith.andi(page_offset, word(GROUP - 1)), head_exists
+        )
         for warp, run in enumerate((self._key, self._value)):
             with utils.when(arith.cmpi(arith.CmpIPredicate.eq, thread.warp, word(warp))):
                 first = times(half, 4 * self.form.head_dim)
@@ -99,14 +101,14 @@ class TurboQuantizer:
                         OF_THREAD, f32(),
                     )
                 ]  # fmt: skip
-                run(numbers, lane, place)
+                run(numbers, lane, position)
 
-    def _key(self, x: list[Any], lane: Any, place: TurboSlotPosition) -> None:
+    def _key(self, x: list[Any], lane: Any, position: TurboSlotPosition) -> None:
         if not self.form.rotated:
             limit, least = number(LARGEST_E4M3), number(-LARGEST_E4M3)
             x = [arith.maximumf(arith.minimumf(one, limit), least) for one in x]
             for m, four in enumerate(_split_per_thread(x)):
-                self._store_e4m3(m, four, lane, place)
+                self._store_e4m3(m, four, lane, position)
             return
         largest = reduce_lanes(arith.maximumf, _all(arith.maximumf, map(_size, x)), LANES)
         x = [arith.divf(one, _or_one(largest)) for one in x]
@@ -123,8 +125,8 @@ class TurboQuantizer:
         )
         write = self._store_four_bits if self.form.key_bits == 4 else self._store_three_bits
         for m, four in enumerate(_split_per_thread(list(codes))):
-            write(m, four, lane, place)
-        self._store_number(0, norm, lane, place)
+            write(m, four, lane, position)
+        self._store_number(0, norm, lane, position)
 
     def _nearest(self, x: Any) -> tuple[Any, Any]:
         """Returns (the code, its level) of a number."""
@@ -136,7 +138,7 @@ class TurboQuantizer:
             level = arith.select(passed, number(above), level)
         return code, level
 
-    def _store_e4m3(self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition) -> None:
+    def _store_e4m3(self, m: int, four: list[Any], lane: Any, position: TurboSlotPosition) -> None:
         code = (
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
             "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
@@ -144,12 +146,12 @@ class TurboQuantizer:
         (packed,) = asm(code, [i32()], four, "=r,f,f,f,f", movable=True)
         # [c][g][t][j][h], a word each
         c, j, t = _bits(lane, 3, 1), _bits(lane, 2, 1), _bits(lane, 0, 2)
-        h, g = _bits(place.token, 3, 1), _bits(place.token, 0, 3)
+        h, g = _bits(position.token, 3, 1), _bits(position.token, 0, 3)
         at = _index((plus(word(2 * m), c), 0), (g, 8), (t, 4), (j, 2), (h, 2))
-        self._store(packed, times(at, 4), 0, place, place.own)
+        self._store(packed, times(at, 4), 0, position, position.head_exists)
 
     def _store_four_bits(
-        self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition
+        self, m: int, four: list[Any], lane: Any, position: TurboSlotPosition
     ) -> None:
         sizes, signs = [], []
         for i, one in enumerate(four):
@@ -164,13 +166,13 @@ class TurboQuantizer:
         both = arith.ori(mine, utils.shfl_bfly(mine, 4))
         # [b][g][t][c][h], a word each
         c, t = _bits(lane, 3, 1), _bits(lane, 0, 2)
-        h, g = _bits(place.token, 3, 1), _bits(place.token, 0, 3)
+        h, g = _bits(position.token, 3, 1), _bits(position.token, 0, 3)
         at = _index((word(m), 0), (g, 8), (t, 4), (c, 2), (h, 2))
-        first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, j, word(0)))
-        self._store(both, times(at, 4), 0, place, first)
+        first = arith.andi(position.head_exists, arith.cmpi(arith.CmpIPredicate.eq, j, word(0)))
+        self._store(both, times(at, 4), 0, position, first)
 
     def _store_three_bits(
-        self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition
+        self, m: int, four: list[Any], lane: Any, position: TurboSlotPosition
     ) -> None:
         mine = _all(arith.ori, (arith.shli(one, word(4 * i)) for i, one in enumerate(four)))
         q, t = _bits(lane, 2, 2), _bits(lane, 0, 2)
@@ -181,36 +183,38 @@ class TurboQuantizer:
         ]
         half_word = arith.trunci(ir.IntegerType.get_signless(16), _select_by_index(q, three))
         # [g][t][b][r][h], half a word each
-        h, g = _bits(place.token, 3, 1), _bits(place.token, 0, 3)
+        h, g = _bits(position.token, 3, 1), _bits(position.token, 0, 3)
         blocks = self.form.head_dim // NARROW
         at = _index((g, 0), (t, 4), (word(m), blocks), (q, 3), (h, 2))
-        first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.ult, q, word(3)))
-        self._store(half_word, times(at, 2), 0, place, first)
+        first = arith.andi(position.head_exists, arith.cmpi(arith.CmpIPredicate.ult, q, word(3)))
+        self._store(half_word, times(at, 2), 0, position, first)
 
-    def _value(self, x: list[Any], lane: Any, place: TurboSlotPosition) -> None:
-        most = 2**self.form.value_bits - 1
+    def _value(self, x: list[Any], lane: Any, position: TurboSlotPosition) -> None:
+        max_code = 2**self.form.value_bits - 1
         low, high = (
             reduce_lanes(f, _all(f, iter(x)), LANES) for f in (arith.minimumf, arith.maximumf)
         )
         minimum = _zero_extend(_saturate_to_f16(low))
-        share = [arith.divf(one, number(most)) for one in (high, low)]
+        share = [arith.divf(one, number(max_code)) for one in (high, low)]
         scale = _zero_extend(_saturate_to_f16(arith.subf(*share)))
         positive = arith.cmpf(arith.CmpFPredicate.OGT, scale, number(0.0))
         divisor = arith.select(positive, scale, number(1.0))
         codes = []
         for one in x:
-            above = arith.divf(arith.subf(one, minimum), divisor)
+            scaled = arith.divf(arith.subf(one, minimum), divisor)
             # NaN becomes 0, because max.f32 drops it.
-            code = _max_number(_floor(arith.addf(above, number(0.5))), number(0.0))
-            code = arith.minimumf(arith.select(positive, code, number(0.0)), number(most))
+            code = _max_number(_floor(arith.addf(scaled, number(0.5))), number(0.0))
+            code = arith.minimumf(arith.select(positive, code, number(0.0)), number(max_code))
             codes.append(arith.fptoui(i32(), code))
         for m, four in enumerate(_split_per_thread(codes)):
-            self._store_values(m, four, lane, place)
+            self._store_values(m, four, lane, position)
         first = 1 if self.form.rotated else 0
-        self._store_number(first, scale, lane, place)
-        self._store_number(first + 1, minimum, lane, place)
+        self._store_number(first, scale, lane, position)
+        self._store_number(first + 1, minimum, lane, position)
 
-    def _store_values(self, m: int, four: list[Any], lane: Any, place: TurboSlotPosition) -> None:
+    def _store_values(
+        self, m: int, four: list[Any], lane: Any, position: TurboSlotPosition
+    ) -> None:
         nibbles = []
         for i, code in enumerate(four):
             if self.form.value_bits == 4:
@@ -221,9 +225,9 @@ class TurboQuantizer:
         both = arith.ori(mine, arith.shli(utils.shfl_bfly(mine, 2), word(4)))
         # [w][g][t][m][i], or of three bits [w][f][r][t][m][i], a byte each
         w, h, f = _bits(lane, 2, 2), _bits(lane, 1, 1), _bits(lane, 0, 1)
-        t, i = _bits(place.token, 2, 2), _bits(place.token, 0, 2)
+        t, i = _bits(position.token, 2, 2), _bits(position.token, 0, 2)
         blocks = self.form.head_dim // NARROW
-        first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, h, word(0)))
+        first = arith.andi(position.head_exists, arith.cmpi(arith.CmpIPredicate.eq, h, word(0)))
         if self.form.value_bits == 4:
             rows, stored = 8, [(g, _bits(both, 8 * g, 8)) for g in range(4)]
             row = plus(times(w, 8), times(f, 4))
@@ -243,16 +247,18 @@ class TurboQuantizer:
         for number_of_row, code in stored:
             at = _index((plus(row, word(number_of_row)), 0), (t, 4), (word(m), blocks), (i, 4))
             byte = arith.trunci(ir.IntegerType.get_signless(8), code)
-            self._store(byte, at, GROUP * self.form.key_bytes, place, first)
+            self._store(byte, at, GROUP * self.form.key_bytes, position, first)
 
-    def _store_number(self, kind: int, x: Any, lane: Any, place: TurboSlotPosition) -> None:
+    def _store_number(self, kind: int, x: Any, lane: Any, position: TurboSlotPosition) -> None:
         fixed = GROUP * (self.form.key_bytes + self.form.value_bytes) + 2 * GROUP * kind
-        first = arith.andi(place.own, arith.cmpi(arith.CmpIPredicate.eq, lane, word(0)))
-        self._store(_saturate_to_f16(x), times(place.token, 2), fixed, place, first)
+        first = arith.andi(position.head_exists, arith.cmpi(arith.CmpIPredicate.eq, lane, word(0)))
+        self._store(_saturate_to_f16(x), times(position.token, 2), fixed, position, first)
 
-    def _store(self, x: Any, at: Any, fixed: int, place: TurboSlotPosition, own: Any) -> None:
-        with utils.when(own):
-            store(x, place.page, plus(place.group, at), fixed)
+    def _store(
+        self, x: Any, at: Any, fixed: int, position: TurboSlotPosition, condition: Any
+    ) -> None:
+        with utils.when(condition):
+            store(x, position.page, plus(position.group, at), fixed)
 
 
 def _split_per_thread(x: list[Any]) -> list[list[Any]]:

@@ -237,7 +237,7 @@ def attend_xla(call: MlaSparseCall) -> tuple[jax.Array, jax.Array]:
     wide = jnp.promote_types(jnp.promote_types(q.dtype, kv_dtype), jnp.float32)
     missing = 0xFF if kv_cache.dtype == BYTES else jnp.nan
     most = dense.max_pages * page
-    limits = seen_lengths(seq_lens, query_lens, tokens=tokens, most=most)
+    limits = seen_lengths(seq_lens, query_lens, tokens=tokens, max_tokens=most)
     attended = (indices >= 0) & (indices < limits[..., None])
     positions = jnp.where(attended, indices, 0)
     rows = jnp.broadcast_to(jnp.arange(batch)[:, None], (batch, tokens))

@@ -123,7 +123,7 @@ def index_xla(
     )
     batch, tokens, heads, _ = q.shape
     most = block_tables.shape[1] * index_cache.shape[-2]
-    limits = seen_lengths(seq_lens, query_lens, tokens=tokens, most=most)
+    limits = seen_lengths(seq_lens, query_lens, tokens=tokens, max_tokens=most)
     begins = jnp.zeros_like(limits) if begins is None else begins
     q = jnp.where((limits > 0)[..., None, None], q, 0)
     weights = jnp.where((limits > 0)[..., None], weights, 0)

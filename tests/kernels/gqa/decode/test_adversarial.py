@@ -240,13 +240,13 @@ def test_a_schedule_of_other_rows_is_refused():
 def test_rows_of_which_the_schedule_knows_another_length_are_nan(implementation):
     """Longer, shorter, without tokens before, and without them now: the others are as they were."""
     case = gqa_case([70, 300, 0, 129, 40, 0, 200], kv_heads=1, dim=64, sinks=True, gate=True)
-    made_of = jnp.asarray([70, 129, 33, 300, 0, 0, 200])
+    scheduled_lens = jnp.asarray([70, 129, 33, 300, 0, 0, 200])
     schedule, whole = (
         at_once(
             gqa.decode_schedule, lens, interpret=implementation != "mosaic_gpu",
             **expected_shape(case),
         )
-        for lens in (made_of, case.seq_lens)
+        for lens in (scheduled_lens, case.seq_lens)
     )  # fmt: skip
     known = np.array([True, False, False, False, False, True, True])
     for found, expected in zip(

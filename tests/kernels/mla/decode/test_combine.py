@@ -71,8 +71,8 @@ def test_parts_that_see_nothing_much_and_nan(
     others = [each[1] - 2 if each else 0 for each in SLOTS]
     slots = jnp.asarray([first, [len(each) for each in SLOTS], others], jnp.int32)
     merges = [bool(some) and some is not SLOTS[-1] for some in SLOTS]
-    lens, made_of = jnp.arange(batch), jnp.arange(batch).at[-1].add(1)
-    schedule = Schedule(jnp.zeros((2, PARTS + 1), jnp.int32), slots, seq_lens=made_of)
+    lens, scheduled_lens = jnp.arange(batch), jnp.arange(batch).at[-1].add(1)
+    schedule = Schedule(jnp.zeros((2, PARTS + 1), jnp.int32), slots, seq_lens=scheduled_lens)
     before = rng.standard_normal((3 + batch * rows + 2, 512)).astype(np.float32)
     before_lse = rng.standard_normal((batch, rows)).astype(np.float32)
 

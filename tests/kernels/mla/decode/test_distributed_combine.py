@@ -59,14 +59,14 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
     first = [each[0] if each else 0 for each in SLOTS]
     others = [each[1] - 2 if each else 0 for each in SLOTS]
     slots = np.asarray([first, [len(each) for each in SLOTS], others], np.int32)
-    lens, made_of = np.arange(batch, dtype=np.int32), np.arange(batch, dtype=np.int32)
-    made_of[-1] += 1  # a row of which the schedule knows another length is as it was
+    lens, scheduled_lens = np.arange(batch, dtype=np.int32), np.arange(batch, dtype=np.int32)
+    scheduled_lens[-1] += 1  # a row of which the schedule knows another length is as it was
     alone = rng.standard_normal((FIRST + batch * ROWS, 512)).astype(jnp.bfloat16)
     alone_lse = rng.standard_normal((batch, ROWS)).astype(np.float32)
 
-    def body(sums, tops, totals, there, state_ref, found_ref, **given) -> None:
+    def body(sums, tops, totals, barrier, state_ref, found_ref, **given) -> None:
         row, half = lax.axis_index("row"), lax.axis_index("half")
-        sharers = CombineReduction(SHARERS, sums, tops, totals, there)
+        sharers = CombineReduction(SHARERS, sums, tops, totals, barrier)
         block = DistributedCombineCta([FIRST, 0], ROWS, sharers, out=None, **given)
         state, lse = block.state(row, HEAD, half)
 
@@ -76,7 +76,9 @@ def test_the_state_of_rows_that_are_cut_and_of_rows_that_are_not(implementation)
             every = plgpu.layout_cast(lax.broadcast_in_dim(lse, (256,), []), peers.STATE)
             found_ref.at[row, pl.ds(half * 256, 256)][...] = every
 
-    given = dict(partial_lse=lse, slots=slots, lens=lens, made_of=made_of, alone=alone)
+    given = dict(
+        partial_lse=lse, slots=slots, lens=lens, scheduled_lens=scheduled_lens, alone=alone
+    )
     given |= dict(partial=partial.reshape(-1, 512), lse=alone_lse)
     shape = jax.ShapeDtypeStruct((batch, 512), jnp.float32)
     interpret = implementation != "mosaic_gpu"
@@ -104,7 +106,9 @@ def test_the_states_of_all_gpus_make_one_output(seen, implementation):
 
     def body(pieces_ref, lses_ref, out) -> None:
         half = lax.axis_index("half")
-        given = dict.fromkeys(("partial_lse", "slots", "lens", "made_of", "alone", "partial"))
+        given = dict.fromkeys(
+            ("partial_lse", "slots", "lens", "scheduled_lens", "alone", "partial")
+        )
         block = DistributedCombineCta([0, 0], ROWS, None, lse=None, out=out, **given)
         dims = pl.ds(half * 256, 256)
         states = [

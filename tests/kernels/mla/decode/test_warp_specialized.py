@@ -143,10 +143,10 @@ def test_rows_of_which_the_schedule_knows_another_length_are_nan(
         q_len=1, num_heads=heads, max_pages=case.block_tables.shape[1],
         batch_invariant=batch_invariant, interpret=implementation != "mosaic_gpu",
     )  # fmt: skip
-    made_of = jnp.asarray([70, 129, 33, 390, 0, 0, 100], jnp.int32)
-    known = np.asarray(made_of == case.seq_lens)
+    scheduled_lens = jnp.asarray([70, 129, 33, 390, 0, 0, 100], jnp.int32)
+    known = np.asarray(scheduled_lens == case.seq_lens)
     out, lse = map(
-        np.asarray, run(case, implementation, schedule=decode_schedule(made_of, **shape))
+        np.asarray, run(case, implementation, schedule=decode_schedule(scheduled_lens, **shape))
     )
     assert np.isnan(out[~known]).all() and np.isnan(lse[~known]).all()
     rows = {name: getattr(case, name)[known] for name in ("q", "block_tables", "seq_lens")}

@@ -54,13 +54,13 @@ def output_pass(
     p: jax.Array,
     vectors: jax.Array,
     runs: jax.Array,
-    drawn: jax.Array,
+    counter: jax.Array,
     *,
     written: jax.Array | None = None,
     starts: jax.Array | None,
     layer: jax.Array,
     finals: jax.Array | int,
-    kept: jax.Array | None = None,
+    checkpoint_slots: jax.Array | None = None,
     norm: NormEpilogueParams | None = None,
     busy: int,
     interpret: bool = False,
@@ -76,11 +76,12 @@ def output_pass(
             with the rows of chunk_plan.py, padding last.
         starts: float32 [1, n, Hv, 128, 128], of which a run's BEFORE is a row; None: BEFORE is a
             slot of the pool.
-        drawn: int32 [1], 0: for attention/work_queue.py.
+        counter: int32 [1], 0: for attention/work_queue.py.
         layer: int32 [1], the layer of the pool.
         finals: The pool [L, Z, Hv, 128, 128], float32 or bfloat16, of which AFTER is a slot,
             updated in place; or the number of states of a new pool with a single layer.
-        kept: int32 [N], the slot of the pool that receives the state after each chunk, or -1.
+        checkpoint_slots: int32 [N], the slot of the pool that receives the state after each chunk,
+            or -1.
         norm: The norm of the outputs, if `norms_inside`; None leaves them as they are.
         busy: The approximate number of runs with chunks, known when traced.
 
@@ -99,7 +100,7 @@ def output_pass(
         heads=value_heads,
         group=1 if written is not None else value_heads // k.shape[1],
         from_pool=starts is None,
-        keeps=kept is not None,
+        keeps=checkpoint_slots is not None,
         eps=None if norm is None else norm.eps,
         channels=written is not None,
         dtype=dtype,
@@ -112,8 +113,8 @@ def output_pass(
         pool = jax.new_ref(finals)
     if starts is None:
         starts = jnp.zeros((1, 0, value_heads, DIM, DIM), jnp.float32)
-    if kept is None:
-        kept = jnp.zeros(1, jnp.int32)
+    if checkpoint_slots is None:
+        checkpoint_slots = jnp.zeros(1, jnp.int32)
     inputs = {
         "q_ref": q,
         "k_ref": k,
@@ -124,10 +125,10 @@ def output_pass(
         "vectors_ref": vectors,
         "runs_ref": runs,
         "layer_ref": layer,
-        "kept_ref": kept,
+        "kept_ref": checkpoint_slots,
         "starts_ref": starts,
         # A new ref exists once for each row of a vmap, whichever operand is mapped.
-        "drawn_ref": jax.new_ref(drawn),
+        "drawn_ref": jax.new_ref(counter),
         **norm_epilogue.operands(norm, interpret=interpret),
     }
     o_type = jax.ShapeDtypeStruct(v.shape, dtype)

@@ -174,12 +174,18 @@ class GatedNormEpilogue:
             1.0 + jnp.exp(-x)
         )
 
-    def _copy(self, first: Any, last: Any, column: Any, slot: Any, wanted: Any) -> None:
+    def _copy(self, first: Any, last: Any, column: Any, slot: Any, condition: Any) -> None:
         """Starts the copy of a thread's z of ROWS tokens; past the last token it copies that of the
         last."""
         if not self.interpret:
             types = (plgpu.RefType(), plgpu.RefType(), *[SPLAT] * 5)
-            scalars = (first, last, column, jnp.int32(slot), jnp.asarray(wanted).astype(jnp.int32))
+            scalars = (
+                first,
+                last,
+                column,
+                jnp.int32(slot),
+                jnp.asarray(condition).astype(jnp.int32),
+            )
             plgpu.inline_mgpu(arg_types=types)(_start_copy)(self.gate, self.copied, *scalars)
 
     def _gates(self, first: Any, column: Any, slot: Any) -> list[jax.Array]:

@@ -56,21 +56,25 @@ class DecayFactors:
     def __init__(self, k: jax.Array, q: jax.Array, decays: jax.Array, *, interpret: bool):
         """k, q: [64, 64]; decays: float32 [64, 64]."""
         self.k, self.q, self.interpret = k, q, interpret
-        self.up_to, self.behind = decays, plgpu.layout_cast(jnp.ones_like(decays), OWN)
+        self.decay_to_token, self.decay_to_end = (
+            decays,
+            plgpu.layout_cast(jnp.ones_like(decays), OWN),
+        )
 
     def write(self, size: int, k_tile: Any, q_tile: Any, totals: Any) -> None:
         """Writes rows and columns where halves of `size` tokens meet, and advances to blocks twice
         as large.
 
         Args:
-            k_tile: [64, 64], keys of second halves times up_to, those of first halves times behind.
-            q_tile: [64, 64], queries of second halves times up_to; the others are ignored. Below
-                size 16 the rows of both are in the order of `place_of`.
+            k_tile: [64, 64], keys of second halves times `decay_to_token`, those of first halves
+                times `decay_to_end`.
+            q_tile: [64, 64], queries of second halves times `decay_to_token`; the others are
+                ignored. Below size 16 the rows of both are in the order of `place_of`.
             totals: float32 [4, 64], decays of 16 tokens by `share_totals`, from size 16 on.
         """
-        state = (self.k, self.q, self.up_to, self.behind)
+        state = (self.k, self.q, self.decay_to_token, self.decay_to_end)
         if self.interpret:
-            self.up_to, self.behind = _interpreted(size, *state, k_tile, q_tile)
+            self.decay_to_token, self.decay_to_end = _interpreted(size, *state, k_tile, q_tile)
             return
 
         def run(ctx: Any, *args: Any) -> Any:
@@ -80,13 +84,13 @@ class DecayFactors:
         types = (OWN,) * 4 + (PLAIN,) * 3
         out = (_typed(jnp.float32),) * 2
         run_inline = plgpu.inline_mgpu(arg_types=types, return_type=out)(run)
-        self.up_to, self.behind = run_inline(*state, k_tile, q_tile, totals)
+        self.decay_to_token, self.decay_to_end = run_inline(*state, k_tile, q_tile, totals)
 
     def share_totals(self, totals: Any) -> None:
         """Stores the decays of blocks, which have 16 tokens by now, to shared memory float32
         [4, 64]."""
         if not self.interpret:
-            plgpu.inline_mgpu(arg_types=(OWN, PLAIN))(_store_totals)(self.up_to, totals)
+            plgpu.inline_mgpu(arg_types=(OWN, PLAIN))(_store_totals)(self.decay_to_token, totals)
         plgpu.commit_smem()
 
     def write_ends(self, lengths: Any, q_read: Any, k_read: Any, k_written: Any, end: Any) -> None:
@@ -98,12 +102,12 @@ class DecayFactors:
         if self.interpret:
             k, q = (x.astype(jnp.float32) for x in (self.k, self.q))
             k, q = k * lengths[KEYS, :][:, None], q * lengths[QUERIES, :][:, None]
-            q_read[...] = (q * self.up_to).astype(self.q.dtype)
-            k_read[...] = (-k * self.up_to).astype(self.k.dtype)
-            k_written[...] = (k * self.behind).astype(self.k.dtype)
-            end[...] = self.up_to[-1]
+            q_read[...] = (q * self.decay_to_token).astype(self.q.dtype)
+            k_read[...] = (-k * self.decay_to_token).astype(self.k.dtype)
+            k_written[...] = (k * self.decay_to_end).astype(self.k.dtype)
+            end[...] = self.decay_to_token[-1]
             return
-        state = (self.k, self.q, self.up_to, self.behind)
+        state = (self.k, self.q, self.decay_to_token, self.decay_to_end)
         plgpu.inline_mgpu(arg_types=(OWN,) * 4 + (PLAIN,) * 5)(_ends)(
             *state, lengths, q_read, k_read, k_written, end
         )
@@ -136,27 +140,29 @@ def place_of(token: Any, size: int) -> tuple[Any, Any]:
 
 
 def _interpreted(
-    size: int, k: jax.Array, q: jax.Array, up_to: jax.Array, behind: jax.Array, k_tile: Any,
-    q_tile: Any,
+    size: int, k: jax.Array, q: jax.Array, decay_to_token: jax.Array, decay_to_end: jax.Array,
+    k_tile: Any, q_tile: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     blocks = CHUNK // size
-    second = (jnp.arange(CHUNK) // size % 2 == 1)[:, None]
-    factor = jnp.where(second, up_to, behind)
+    is_second = (jnp.arange(CHUNK) // size % 2 == 1)[:, None]
+    factor = jnp.where(is_second, decay_to_token, decay_to_end)
     keys = (k.astype(jnp.float32) * factor).astype(k.dtype)
     queries = (q.astype(jnp.float32) * factor).astype(q.dtype)
     if size < WARP_TOKENS:
         token = jnp.arange(CHUNK)
         half, rank = place_of(token % WARP_TOKENS, size)
-        first = token // WARP_TOKENS * WARP_TOKENS
-        keys = keys[jnp.argsort(first + HALF_WARP * half + rank)]
+        first_of_warp = token // WARP_TOKENS * WARP_TOKENS
+        keys = keys[jnp.argsort(first_of_warp + HALF_WARP * half + rank)]
         # Second halves' first, by rank in each warp's 8.
-        queries = queries[jnp.argsort(CHUNK * (1 - half) + first // 2 + rank)]
+        queries = queries[jnp.argsort(CHUNK * (1 - half) + first_of_warp // 2 + rank)]
     k_tile[...] = keys
     q_tile[...] = queries
-    total = up_to.reshape(blocks, size, 64)[:, -1]
-    others = total.reshape(blocks // 2, 2, 64)[:, ::-1].reshape(blocks, 1, 64)
-    others = jnp.broadcast_to(others, (blocks, size, 64)).reshape(CHUNK, 64)
-    return jnp.where(second, up_to * others, up_to), jnp.where(second, behind, behind * others)
+    total = decay_to_token.reshape(blocks, size, 64)[:, -1]
+    other_totals = total.reshape(blocks // 2, 2, 64)[:, ::-1].reshape(blocks, 1, 64)
+    other_totals = jnp.broadcast_to(other_totals, (blocks, size, 64)).reshape(CHUNK, 64)
+    return jnp.where(is_second, decay_to_token * other_totals, decay_to_token), jnp.where(
+        is_second, decay_to_end, decay_to_end * other_totals
+    )
 
 
 class DecayTileOffsets:
@@ -220,92 +226,118 @@ def _product(values: list[Any], factor: Any, like: Any) -> Any:
     return _rounded([arith.mulf(x, element(factor, i)) for i, x in enumerate(values)], like)
 
 
-def _state(up_to: list[Any], behind: list[Any]) -> Any:
-    return tuple(fragmented(x, (CHUNK, 64), OWN.to_mgpu()) for x in (up_to, behind))
+def _state(decay_to_token: list[Any], decay_to_end: list[Any]) -> Any:
+    return tuple(fragmented(x, (CHUNK, 64), OWN.to_mgpu()) for x in (decay_to_token, decay_to_end))
 
 
 def _in_a_thread(
-    size: int, k: Any, q: Any, up_to: Any, behind: Any, k_tile: Any, q_tile: Any, totals: Any
+    size: int,
+    k: Any,
+    q: Any,
+    decay_to_token: Any,
+    decay_to_end: Any,
+    k_tile: Any,
+    q_tile: Any,
+    totals: Any,
 ) -> Any:
     del totals
-    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place = DecayTileOffsets()
+    k, q, decay_to_token, decay_to_end = (
+        list(x.registers.flat) for x in (k, q, decay_to_token, decay_to_end)
+    )
+    offsets = DecayTileOffsets()
     keys, queries = [None] * WARP_TOKENS, [None] * HALF_WARP
     for i, (key, query) in enumerate(zip(k, q, strict=True)):
-        second, rank = place_of(i, size)
-        if second:
-            keys[HALF_WARP + rank] = _scaled(key, up_to[i])
-            queries[rank] = _scaled(query, up_to[i])
+        is_second, rank = place_of(i, size)
+        if is_second:
+            keys[HALF_WARP + rank] = _scaled(key, decay_to_token[i])
+            queries[rank] = _scaled(query, decay_to_token[i])
         else:  # nothing comes after a block of one token
-            keys[rank] = key if size == 1 else _scaled(key, behind[i])
-    place.store(keys, k_tile)
+            keys[rank] = key if size == 1 else _scaled(key, decay_to_end[i])
+    offsets.store(keys, k_tile)
     for i, query in enumerate(queries):
-        store(query, q_tile, plus(place.swizzled[i], times(place.warp, -128 * HALF_WARP)), 128 * i)
-    ends = [up_to[i // size * size + size - 1] for i in range(WARP_TOKENS)]
+        store(
+            query, q_tile, plus(offsets.swizzled[i], times(offsets.warp, -128 * HALF_WARP)), 128 * i
+        )
+    ends = [decay_to_token[i // size * size + size - 1] for i in range(WARP_TOKENS)]
     for i in range(WARP_TOKENS):
-        of_other = ends[i ^ size]
+        other_total = ends[i ^ size]
         if i // size % 2 == 1:
-            up_to[i] = arith.mulf(up_to[i], of_other)
+            decay_to_token[i] = arith.mulf(decay_to_token[i], other_total)
         else:
-            behind[i] = of_other if size == 1 else arith.mulf(behind[i], of_other)
-    return _state(up_to, behind)
+            decay_to_end[i] = other_total if size == 1 else arith.mulf(decay_to_end[i], other_total)
+    return _state(decay_to_token, decay_to_end)
 
 
-def _store_totals(ctx: Any, up_to: Any, totals: Any) -> None:
+def _store_totals(ctx: Any, decay_to_token: Any, totals: Any) -> None:
     del ctx
-    place = DecayTileOffsets()
-    store(list(up_to.registers.flat)[-1], totals, plus(times(place.warp, 256), place.channel))
+    offsets = DecayTileOffsets()
+    store(
+        list(decay_to_token.registers.flat)[-1],
+        totals,
+        plus(times(offsets.warp, 256), offsets.channel),
+    )
 
 
-def _total(totals: Any, place: DecayTileOffsets, warp: Any) -> Any:
-    return joined(load(totals, plus(times(warp, 256), place.channel), 0, 2, f32()))
+def _total(totals: Any, offsets: DecayTileOffsets, warp: Any) -> Any:
+    return joined(load(totals, plus(times(warp, 256), offsets.channel), 0, 2, f32()))
 
 
 def _between_warps(
-    size: int, k: Any, q: Any, up_to: Any, behind: Any, k_tile: Any, q_tile: Any, totals: Any
+    size: int,
+    k: Any,
+    q: Any,
+    decay_to_token: Any,
+    decay_to_end: Any,
+    k_tile: Any,
+    q_tile: Any,
+    totals: Any,
 ) -> Any:
-    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place, warps = DecayTileOffsets(), size // WARP_TOKENS
-    first = arith.xori(arith.andi(place.warp, word(4 - warps)), word(warps))
-    other = _total(totals, place, first)
+    k, q, decay_to_token, decay_to_end = (
+        list(x.registers.flat) for x in (k, q, decay_to_token, decay_to_end)
+    )
+    offsets, warps = DecayTileOffsets(), size // WARP_TOKENS
+    first_warp = arith.xori(arith.andi(offsets.warp, word(4 - warps)), word(warps))
+    other_total = _total(totals, offsets, first_warp)
     for i in range(1, warps):
-        other = arith.mulf(other, _total(totals, place, plus(first, word(i))))
-    second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(place.warp, word(warps)), word(0))
-    found = scf.IfOp(second, [x.type for x in (*up_to, *behind)], has_else=True)  # type: ignore[call-arg]
-    with ir.InsertionPoint(found.then_block):
-        place.store([_scaled(x, y) for x, y in zip(k, up_to, strict=True)], k_tile)
-        place.store([_scaled(x, y) for x, y in zip(q, up_to, strict=True)], q_tile)
-        scf.yield_([*(arith.mulf(x, other) for x in up_to), *behind])
-    with ir.InsertionPoint(found.else_block):
-        place.store([_scaled(x, y) for x, y in zip(k, behind, strict=True)], k_tile)
-        scf.yield_([*up_to, *(arith.mulf(x, other) for x in behind)])
-    results = list(found.results)
+        other_total = arith.mulf(other_total, _total(totals, offsets, plus(first_warp, word(i))))
+    is_second = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(offsets.warp, word(warps)), word(0))
+    branch = scf.IfOp(is_second, [x.type for x in (*decay_to_token, *decay_to_end)], has_else=True)  # type: ignore[call-arg]
+    with ir.InsertionPoint(branch.then_block):
+        offsets.store([_scaled(x, y) for x, y in zip(k, decay_to_token, strict=True)], k_tile)
+        offsets.store([_scaled(x, y) for x, y in zip(q, decay_to_token, strict=True)], q_tile)
+        scf.yield_([*(arith.mulf(x, other_total) for x in decay_to_token), *decay_to_end])
+    with ir.InsertionPoint(branch.else_block):
+        offsets.store([_scaled(x, y) for x, y in zip(k, decay_to_end, strict=True)], k_tile)
+        scf.yield_([*decay_to_token, *(arith.mulf(x, other_total) for x in decay_to_end)])
+    results = list(branch.results)
     return _state(results[:WARP_TOKENS], results[WARP_TOKENS:])
 
 
 def _ends(
-    ctx: Any, k: Any, q: Any, up_to: Any, behind: Any, lengths: Any, q_read: Any, k_read: Any,
-    k_written: Any, end: Any,
+    ctx: Any, k: Any, q: Any, decay_to_token: Any, decay_to_end: Any, lengths: Any, q_read: Any,
+    k_read: Any, k_written: Any, end: Any,
 ) -> None:  # fmt: skip
     del ctx
-    k, q, up_to, behind = (list(x.registers.flat) for x in (k, q, up_to, behind))
-    place = DecayTileOffsets()
-    first = times(place.warp, 4 * WARP_TOKENS)
+    k, q, decay_to_token, decay_to_end = (
+        list(x.registers.flat) for x in (k, q, decay_to_token, decay_to_end)
+    )
+    offsets = DecayTileOffsets()
+    first = times(offsets.warp, 4 * WARP_TOKENS)
     read, written, queries = [], [], []
     for i in range(WARP_TOKENS):
         if i % 4 == 0:  # a load has four
-            by_key, by_query = (
+            key_factors, query_factors = (
                 load(lengths, first, 4 * (CHUNK * row + i), 4, f32()) for row in (KEYS, QUERIES)
             )
-        keys = [arith.mulf(x, by_key[i % 4]) for x in _numbers(k[i])]
-        asked = [arith.mulf(x, by_query[i % 4]) for x in _numbers(q[i])]
-        read.append(_product(keys, arith.negf(up_to[i]), k[i]))
-        written.append(_product(keys, behind[i], k[i]))
-        queries.append(_product(asked, up_to[i], q[i]))
+        scaled_key = [arith.mulf(x, key_factors[i % 4]) for x in _numbers(k[i])]
+        scaled_query = [arith.mulf(x, query_factors[i % 4]) for x in _numbers(q[i])]
+        read.append(_product(scaled_key, arith.negf(decay_to_token[i]), k[i]))
+        written.append(_product(scaled_key, decay_to_end[i], k[i]))
+        queries.append(_product(scaled_query, decay_to_token[i], q[i]))
     for values, ref in ((queries, q_read), (read, k_read), (written, k_written)):
-        place.store(values, ref)
-    whole = [element(up_to[-1], j) for j in range(2)]
-    target = llvm.ptrtoint(i32(), pointer(end, place.channel))
+        offsets.store(values, ref)
+    chunk_decay = [element(decay_to_token[-1], j) for j in range(2)]
+    target = llvm.ptrtoint(i32(), pointer(end, offsets.channel))
     # Written by the warp of the last token.
     code = "{ .reg .pred p; setp.eq.u32 p, $3, 3; @p st.shared.v2.f32 [$0], {$1, $2}; }"
-    asm(code, [], [target, *whole, place.warp], "r,f,f,r,~{memory}")
+    asm(code, [], [target, *chunk_decay, offsets.warp], "r,f,f,r,~{memory}")

@@ -101,7 +101,7 @@ class KdaIntraChunkRefs:
     low_smem: Any  # two halves of a matrix that is inverted
     high_smem: Any
     loaded: Any
-    taken: Any  # every thread has loaded the operands into registers
+    operands_read: Any  # every thread has loaded the operands into registers
     measured: Any  # the lengths are there
     full: Any  # a stage of the ring is full
     empty: Any
@@ -130,7 +130,7 @@ def scratch_types(dtype: Any, *, interpret: bool) -> dict[str, Any]:
         "high_smem": half,
         # Keys, queries and log decays in halves, and betas.
         "loaded": plgpu.Barrier(num_arrivals=7),
-        "taken": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "operands_read": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "measured": plgpu.Barrier(),
         "full": plgpu.Barrier(num_arrivals=SCALING, num_barriers=SLOTS),
         "empty": plgpu.Barrier(num_barriers=SLOTS),
@@ -247,7 +247,7 @@ class KdaIntraChunkCta:
             interpret=interpret,
         )  # fmt: skip
         fence_proxy_async(interpret=interpret)
-        plgpu.barrier_arrive(refs.taken)
+        plgpu.barrier_arrive(refs.operands_read)
         given = (k, q, jnp.exp2(g * LOG2E))
 
         # Numbers past the end may be NaN, and 0 * NaN is NaN.
@@ -271,8 +271,8 @@ class KdaIntraChunkCta:
         for row, factor in zip((KEYS, QUERIES), own[1:], strict=True):
             lengths[row, :] = factor
         fence_proxy_async(interpret=cut.interpret)
-        plgpu.barrier_arrive(refs.taken)
-        plgpu.barrier_wait(refs.taken)
+        plgpu.barrier_arrive(refs.operands_read)
+        plgpu.barrier_wait(refs.operands_read)
         plgpu.barrier_arrive(refs.measured)
         pl.when(i + 1 < self.steps)(lambda: self._issue(i + 1))
         of_keys, of_queries = self._scores(own[0])

@@ -48,33 +48,36 @@ ROW_BYTES, HALF_BYTES = 128, CHUNK * 128  # of a tile
 class KdaChunkScores(NamedTuple):
     """Scores of queries or of keys with keys."""
 
-    own: jax.Array  # float32 [64, 16], each warp's own 16 columns
-    beside: jax.Array  # [64, 48]; columns 0 to 15 and 32 to 47 count, for rows 16 and 48 on
-    below: jax.Array  # [64, 32], columns 0 to 31, for rows 32 on
+    diagonal: jax.Array  # float32 [64, 16], each warp's own 16 columns
+    right: jax.Array  # [64, 48]; columns 0 to 15 and 32 to 47 count, for rows 16 and 48 on
+    lower: jax.Array  # [64, 32], columns 0 to 31, for rows 32 on
 
     def columns(self) -> list[jax.Array]:
         """Returns the columns of the whole [64, 64], 16 at a time. Above the diagonal those of the
         upper left and of the lower right quarter are 0, and the others undefined."""
         frame = lax.div(iota((CHUNK, 16), 0), jnp.int32(16))
         (left, right), below = (
-            [lax.slice(x, (0, at), (CHUNK, at + 16)) for at in places]
-            for x, places in ((self.beside, (0, 32)), (self.below, (0, 16)))
+            [
+                lax.slice(x, (0, first_column), (CHUNK, first_column + 16))
+                for first_column in offsets
+            ]
+            for x, offsets in ((self.right, (0, 32)), (self.lower, (0, 16)))
         )
-        zero = jnp.zeros_like(self.own)
+        zero = jnp.zeros_like(self.diagonal)
         of_rows = (
-            (self.own, left, below[0], below[0]),
-            (zero, self.own, below[1], below[1]),
-            (self.own, self.own, self.own, right),
-            (zero, zero, zero, self.own),
+            (self.diagonal, left, below[0], below[0]),
+            (zero, self.diagonal, below[1], below[1]),
+            (self.diagonal, self.diagonal, self.diagonal, right),
+            (zero, zero, zero, self.diagonal),
         )
-        found = []
+        columns = []
         for values in of_rows:
             column = values[0]
             for n in range(1, 4):
                 if values[n] is not values[n - 1]:
                     column = jnp.where(frame >= n, values[n], column)
-            found.append(column)
-        return found
+            columns.append(column)
+        return columns
 
 
 def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
@@ -92,21 +95,23 @@ def between_warps(size: int, k_tile: Any, q_tile: Any) -> list[jax.Array]:
     return list(pl.run_scoped(products, *accs))
 
 
-def within_warps(size: int, k_tile: Any, q_tile: Any, own: Any, *, interpret: bool) -> None:
+def within_warps(
+    size: int, k_tile: Any, q_tile: Any, diagonal_ref: Any, *, interpret: bool
+) -> None:
     """Computes products of keys and of queries with keys, where halves of `size` tokens meet, into
-    `own`, float32 [2, 64, 16]."""
+    `diagonal_ref`, float32 [2, 64, 16]."""
     if interpret:
-        _interpreted(size, k_tile, q_tile, own)
+        _interpreted(size, k_tile, q_tile, diagonal_ref)
         return
 
     def run(ctx: Any, *args: Any) -> None:
         del ctx
         _products(size, *args)
 
-    plgpu.inline_mgpu(arg_types=(PLAIN,) * 3)(run)(k_tile, q_tile, own)
+    plgpu.inline_mgpu(arg_types=(PLAIN,) * 3)(run)(k_tile, q_tile, diagonal_ref)
 
 
-def _interpreted(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
+def _interpreted(size: int, k_tile: Any, q_tile: Any, diagonal_ref: Any) -> None:
     token = jnp.arange(WARP_TOKENS)
     half, rank = place_of(token, size)
     keys, queries = (
@@ -116,10 +121,10 @@ def _interpreted(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
     )  # fmt: skip
     meets = (half[:, None] == 1) & (token[None] // size == token[:, None] // size - 1)
     columns = keys[:, HALF_WARP * half + rank]
-    for which, rows in ((OF_KEYS, columns), (OF_QUERIES, queries[:, rank])):
+    for operand, rows in ((OF_KEYS, columns), (OF_QUERIES, queries[:, rank])):
         products = jnp.einsum("bik,bjk->bij", rows, columns)
-        found = jnp.where(meets, products, own[which].reshape(4, WARP_TOKENS, -1))
-        own[which] = found.reshape(CHUNK, WARP_TOKENS)
+        scores = jnp.where(meets, products, diagonal_ref[operand].reshape(4, WARP_TOKENS, -1))
+        diagonal_ref[operand] = scores.reshape(CHUNK, WARP_TOKENS)
 
 
 def _matrices(address: Any, fixed: int) -> list[Any]:
@@ -129,7 +134,7 @@ def _matrices(address: Any, fixed: int) -> list[Any]:
     return asm(code, [i32()] * 4, [address], "=r,=r,=r,=r,r,~{memory}")
 
 
-def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
+def _products(size: int, k_tile: Any, q_tile: Any, diagonal_ref: Any) -> None:
     kind = "bf16" if isinstance(ir.MemRefType(k_tile.type).element_type, ir.BF16Type) else "f16"
     thread = WarpgroupThread()
     lane = arith.andi(thread.index, word(31))
@@ -143,9 +148,9 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
         plus(queries, times(plus(times(thread.warp, HALF_WARP), row), ROW_BYTES)),
         plus(keys, times(plus(first, row, word(HALF_WARP)), ROW_BYTES)),
     )
-    at_left = times(arith.xori(arith.shrui(matrix, word(1)), row), 16)
+    left_offset = times(arith.xori(arith.shrui(matrix, word(1)), row), 16)
     # Right operand: eight keys, of 32 channels.
-    right, at_right = (
+    right, right_offset = (
         plus(keys, times(plus(first, row), ROW_BYTES)),
         times(arith.xori(matrix, row), 16),
     )
@@ -154,16 +159,16 @@ def _products(size: int, k_tile: Any, q_tile: Any, own: Any) -> None:
         fixed = half * HALF_BYTES
         for step in range(4):
             if step % 2 == 0:
-                place = plus(right, arith.xori(at_right, word(32 * step)))
-                columns = _matrices(place, fixed)
-            rows = _matrices(plus(left, arith.xori(at_left, word(32 * step))), fixed)
+                column_address = plus(right, arith.xori(right_offset, word(32 * step)))
+                columns = _matrices(column_address, fixed)
+            rows = _matrices(plus(left, arith.xori(left_offset, word(32 * step))), fixed)
             pair = columns[2 * (step % 2) : 2 * (step % 2) + 2]
             sums[half] = mma(kind, rows, pair, sums[half])
     products = [arith.addf(x, y) for x, y in zip(*sums, strict=True)]
-    _keep(size, thread, products, own)
+    _keep(size, thread, products, diagonal_ref)
 
 
-def _keep(size: int, thread: WarpgroupThread, products: list[Any], own: Any) -> None:
+def _keep(size: int, thread: WarpgroupThread, products: list[Any], diagonal_ref: Any) -> None:
     """Stores a thread's products. In its row it has those with two columns: two of keys, two of
     queries."""
     bits = size.bit_length() - 1
@@ -173,46 +178,46 @@ def _keep(size: int, thread: WarpgroupThread, products: list[Any], own: Any) -> 
         plus(times(block, 2 * size), arith.andi(x, word(size - 1)))
         for block, x in zip(blocks, (row, column), strict=True)
     )
-    meets = arith.cmpi(arith.CmpIPredicate.eq, *blocks)
+    is_pair = arith.cmpi(arith.CmpIPredicate.eq, *blocks)
     if size == 1:  # one of two columns
-        meets = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(row, word(1)), thread.t)
-        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, word(1)), word(0))
-        products = [arith.select(odd, products[at + 1], products[at]) for at in (0, 2)]
+        is_pair = arith.cmpi(arith.CmpIPredicate.eq, arith.shrui(row, word(1)), thread.t)
+        is_odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, word(1)), word(0))
+        products = [arith.select(is_odd, products[first + 1], products[first]) for first in (0, 2)]
         j = times(row, 2)
-    place = plus(times(plus(times(thread.warp, WARP_TOKENS), i, word(size)), WARP_TOKENS), j)
-    target = llvm.ptrtoint(i32(), pointer(own, times(place, 4)))
-    each = len(products) // 2
-    given = ", ".join(f"${2 + n}" for n in range(each))
-    store = f"st.shared{'.v2' if each == 2 else ''}.f32 [$0 + FIXED], {{{given}}};"
-    for which in (OF_KEYS, OF_QUERIES):
+    index = plus(times(plus(times(thread.warp, WARP_TOKENS), i, word(size)), WARP_TOKENS), j)
+    target = llvm.ptrtoint(i32(), pointer(diagonal_ref, times(index, 4)))
+    num_products = len(products) // 2
+    operands = ", ".join(f"${2 + n}" for n in range(num_products))
+    store = f"st.shared{'.v2' if num_products == 2 else ''}.f32 [$0 + FIXED], {{{operands}}};"
+    for operand in (OF_KEYS, OF_QUERIES):
         code = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p " + store + " }"
-        code = code.replace("FIXED", str(which * CHUNK * WARP_TOKENS * 4))
-        values = products[each * which : each * (which + 1)]
-        constraints = "r,r" + ",f" * each + ",~{memory}"
-        asm(code, [], [target, arith.extui(i32(), meets), *values], constraints)
+        code = code.replace("FIXED", str(operand * CHUNK * WARP_TOKENS * 4))
+        values = products[num_products * operand : num_products * (operand + 1)]
+        constraints = "r,r" + ",f" * num_products + ",~{memory}"
+        asm(code, [], [target, arith.extui(i32(), is_pair), *values], constraints)
 
 
-def own_columns(own: Any, *, interpret: bool) -> list[jax.Array]:
+def own_columns(diagonal_ref: Any, *, interpret: bool) -> list[jax.Array]:
     """Returns the results of `within_warps`, of keys and of queries [64, 16]; a warp reads its own
     rows."""
     if interpret:
-        return [own[which] for which in (OF_KEYS, OF_QUERIES)]
+        return [diagonal_ref[operand] for operand in (OF_KEYS, OF_QUERIES)]
     out = plgpu.ShapeDtypeStruct((CHUNK, WARP_TOKENS), jnp.float32, layout=TILE)
-    return plgpu.inline_mgpu(arg_types=(PLAIN,), return_type=(out, out))(_own_columns)(own)
+    return plgpu.inline_mgpu(arg_types=(PLAIN,), return_type=(out, out))(_own_columns)(diagonal_ref)
 
 
-def _own_columns(ctx: Any, own: Any) -> Any:
+def _own_columns(ctx: Any, diagonal_ref: Any) -> Any:
     del ctx
     asm("bar.warp.sync 0xffffffff;", [], [], "~{memory}")
     thread = WarpgroupThread()
     row = plus(times(thread.warp, WARP_TOKENS), thread.g)
     offset = plus(times(row, 4 * WARP_TOKENS), times(thread.t, 8))
-    found = []
-    for which in (OF_KEYS, OF_QUERIES):
+    columns = []
+    for operand in (OF_KEYS, OF_QUERIES):
         registers = []
         for column in range(2):
             for lower in range(2):
-                fixed = 4 * (which * CHUNK * WARP_TOKENS + 8 * WARP_TOKENS * lower + 8 * column)
-                registers.append(joined(load(own, offset, fixed, 2, f32())))
-        found.append(fragmented(registers, (CHUNK, WARP_TOKENS), TILE.to_mgpu()))
-    return tuple(found)
+                fixed = 4 * (operand * CHUNK * WARP_TOKENS + 8 * WARP_TOKENS * lower + 8 * column)
+                registers.append(joined(load(diagonal_ref, offset, fixed, 2, f32())))
+        columns.append(fragmented(registers, (CHUNK, WARP_TOKENS), TILE.to_mgpu()))
+    return tuple(columns)

@@ -50,14 +50,14 @@ class PackedRows:
         group: Query heads per KV head.
         kv_heads: Hk.
         columns: Packed rows of the CTA, a multiple of 8.
-        first: The index of the first of them within the pair.
+        first_row: The index of the first of them within the pair.
     """
 
     q_len: int
     group: int
     kv_heads: int
     columns: int
-    first: Any
+    first_row: Any
     interpret: bool
 
     @property
@@ -74,10 +74,10 @@ class PackedRows:
         return row * (self.q_len * self.heads) + head * self.group
 
     def load(
-        self, ref: Any, at: Any, first_dim: Any, width: int, order: Order | None = None
+        self, ref: Any, base_row: Any, first_dim: Any, width: int, order: Order | None = None
     ) -> jax.Array:
         """Loads numbers [columns, width] of an array [rows, D], with the pair's packed row 0 at
-        `at`.
+        `base_row`.
 
         Args:
             order: The order of the dims, if not as stored; `first_dim` is then the first of a
@@ -85,118 +85,127 @@ class PackedRows:
         """
         if self.interpret:
             dims = pl.ds(first_dim, width)
-            return jnp.concatenate([ref[pl.ds(at + r, 1), dims] for r in self._rows()])
+            return jnp.concatenate([ref[pl.ds(base_row + r, 1), dims] for r in self._rows()])
         out = plgpu.ShapeDtypeStruct((self.columns, width), ref.dtype, layout=SCORES)
 
-        def run(ctx: Any, ref: Any, at: Any, first: Any, first_dim: Any) -> Any:
+        def run(ctx: Any, ref: Any, base_row: Any, first_row: Any, first_dim: Any) -> Any:
             del ctx
-            dims, of = ir.MemRefType(ref.type).shape[1], ir.MemRefType(ref.type).element_type
-            at, first, first_dim = map(single, (at, first, first_dim))
+            dims, dtype = ir.MemRefType(ref.type).shape[1], ir.MemRefType(ref.type).element_type
+            base_row, first_row, first_dim = map(single, (base_row, first_row, first_dim))
             registers = []
-            for row, _ in self._of_thread(first):
+            for row, _ in self._of_thread(first_row):
                 for chunk in range(0, width, WIDTH):
                     lane = plus(_dim(), word(chunk))
-                    places = (lane,) if order is None else order(lane)
-                    vector = ir.VectorType.get((OF_THREAD // len(places),), of)
-                    begins = [
-                        _offset(plus(at, row), dims, plus(first_dim, x), vector) for x in places
+                    offsets = (lane,) if order is None else order(lane)
+                    vector = ir.VectorType.get((OF_THREAD // len(offsets),), dtype)
+                    byte_offsets = [
+                        _offset(plus(base_row, row), dims, plus(first_dim, x), vector)
+                        for x in offsets
                     ]
-                    some = [llvm.load(vector, pointer(ref, begin)) for begin in begins]
-                    each = [element(x, i) for x in some for i in range(vector.shape[0])]
-                    registers.append(joined(each))
+                    vectors = [llvm.load(vector, pointer(ref, begin)) for begin in byte_offsets]
+                    numbers = [element(x, i) for x in vectors for i in range(vector.shape[0])]
+                    registers.append(joined(numbers))
             return fragmented(registers, (self.columns, width), SCORES.to_mgpu())
 
         load = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT, SPLAT), return_type=out)(run)
-        return load(ref, *map(jnp.int32, (at, self.first, first_dim)))
+        return load(ref, *map(jnp.int32, (base_row, self.first_row, first_dim)))
 
-    def store(self, ref: Any, at: Any, first_dim: Any, x: jax.Array) -> None:
+    def store(self, ref: Any, base_row: Any, first_dim: Any, x: jax.Array) -> None:
         """Stores numbers [columns, width] to an array [rows, D], with the pair's packed row 0 at
-        `at`."""
+        `base_row`."""
         if self.interpret:
             dims = pl.ds(first_dim, x.shape[1])
-            self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1), dims), x[i : i + 1]))
+            self._store_each(
+                lambda i, r: ref.__setitem__((pl.ds(base_row + r, 1), dims), x[i : i + 1])
+            )
             return
 
-        def run(ctx: Any, ref: Any, at: Any, first: Any, first_dim: Any, x: Any) -> None:
+        def run(ctx: Any, ref: Any, base_row: Any, first_row: Any, first_dim: Any, x: Any) -> None:
             del ctx
             dims = ir.MemRefType(ref.type).shape[1]
-            at, first, first_dim = map(single, (at, first, first_dim))
+            base_row, first_row, first_dim = map(single, (base_row, first_row, first_dim))
             registers = x.registers.reshape(self.columns // ACROSS, -1)
-            for (row, there), some in zip(self._of_thread(first), registers, strict=True):
-                with utils.when(there):
+            for (row, exists), row_vectors in zip(
+                self._of_thread(first_row), registers, strict=True
+            ):
+                with utils.when(exists):
                     begin = plus(first_dim, _dim())
-                    place = _offset(plus(at, row), dims, begin, some[0].type)
-                    for i, four in enumerate(some):
-                        store(four, ref, place, i * WIDTH * _bytes(four.type))
+                    byte_offset = _offset(plus(base_row, row), dims, begin, row_vectors[0].type)
+                    for i, vector in enumerate(row_vectors):
+                        store(vector, ref, byte_offset, i * WIDTH * _bytes(vector.type))
 
         types = (PLAIN, SPLAT, SPLAT, SPLAT, SCORES)
         plgpu.inline_mgpu(arg_types=types)(run)(
-            ref, *map(jnp.int32, (at, self.first, first_dim)), x
+            ref, *map(jnp.int32, (base_row, self.first_row, first_dim)), x
         )
 
     def of_heads(self, ref: Any, head: Any) -> jax.Array:
         """Loads a number [columns] for each packed row, that of its query head of [H]; `head` is
         the pair's."""
-        first = head * self.group
+        first_head = head * self.group
         if self.interpret:
-            packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
-            return jnp.concatenate([ref[pl.ds(first + lax.rem(p, self.group), 1)] for p in packed])
+            packed = [jnp.minimum(self.first_row + i, self.used - 1) for i in range(self.columns)]
+            return jnp.concatenate(
+                [ref[pl.ds(first_head + lax.rem(p, self.group), 1)] for p in packed]
+            )
         out = plgpu.ShapeDtypeStruct((self.columns,), ref.dtype, layout=BY_ROW)
 
-        def run(ctx: Any, ref: Any, at: Any, first: Any) -> Any:
+        def run(ctx: Any, ref: Any, base_head: Any, first_row: Any) -> Any:
             del ctx
-            at, first = single(at), single(first)
-            one = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+            base_head, first_row = single(base_head), single(first_row)
+            vector_type = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
             registers = []
-            for row, _ in self._of_thread(first):
-                own = arith.remui(row, word(self.heads)) if self.q_len > 1 else row
-                place = _offset(plus(at, own), 1, word(0), one)
-                registers.append(llvm.load(one, pointer(ref, place)))
+            for row, _ in self._of_thread(first_row):
+                head_offset = arith.remui(row, word(self.heads)) if self.q_len > 1 else row
+                byte_offset = _offset(plus(base_head, head_offset), 1, word(0), vector_type)
+                registers.append(llvm.load(vector_type, pointer(ref, byte_offset)))
             return fragmented(registers, (self.columns,), BY_ROW.to_mgpu())
 
         load = plgpu.inline_mgpu(arg_types=(PLAIN, SPLAT, SPLAT), return_type=out)(run)
-        return load(ref, *map(jnp.int32, (first, self.first)))
+        return load(ref, *map(jnp.int32, (first_head, self.first_row)))
 
-    def store_numbers(self, ref: Any, at: Any, x: jax.Array) -> None:
+    def store_numbers(self, ref: Any, base_row: Any, x: jax.Array) -> None:
         """Stores a number of each packed row to [rows]."""
         if self.interpret:
-            self._store_each(lambda i, r: ref.__setitem__((pl.ds(at + r, 1),), x[i : i + 1]))
+            self._store_each(lambda i, r: ref.__setitem__((pl.ds(base_row + r, 1),), x[i : i + 1]))
             return
 
-        def run(ctx: Any, ref: Any, at: Any, first: Any, x: Any) -> None:
+        def run(ctx: Any, ref: Any, base_row: Any, first_row: Any, x: Any) -> None:
             del ctx
-            at, first = single(at), single(first)
-            for (row, there), one in zip(self._of_thread(first), x.registers.flat, strict=True):
-                with utils.when(there):
-                    store(one, ref, _offset(plus(at, row), 1, word(0), one.type))
+            base_row, first_row = single(base_row), single(first_row)
+            for (row, exists), number in zip(
+                self._of_thread(first_row), x.registers.flat, strict=True
+            ):
+                with utils.when(exists):
+                    store(number, ref, _offset(plus(base_row, row), 1, word(0), number.type))
 
         types = (PLAIN, SPLAT, SPLAT, BY_ROW)
-        plgpu.inline_mgpu(arg_types=types)(run)(ref, *map(jnp.int32, (at, self.first)), x)
+        plgpu.inline_mgpu(arg_types=types)(run)(ref, *map(jnp.int32, (base_row, self.first_row)), x)
 
-    def _of_thread(self, first: Any) -> list[tuple[Any, Any]]:
+    def _of_thread(self, first_row: Any) -> list[tuple[Any, Any]]:
         """Returns, for a thread's packed rows, (offset from the pair's packed row 0, whether the
         row exists)."""
         thread = WarpgroupThread()
         half = arith.andi(arith.shrui(thread.index, word(4)), word(1))
-        mine = plus(first, times(thread.warp, 2), half)
-        found = []
+        thread_row = plus(first_row, times(thread.warp, 2), half)
+        offsets = []
         for i in range(0, self.columns, ACROSS):
-            packed = plus(mine, word(i))
-            there = arith.cmpi(arith.CmpIPredicate.slt, packed, word(self.used))
+            packed = plus(thread_row, word(i))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, packed, word(self.used))
             packed = arith.minsi(packed, word(self.used - 1))
             token = arith.divui(packed, word(self.group)) if self.q_len > 1 else word(0)
-            found.append((plus(packed, times(token, self.heads - self.group)), there))
-        return found
+            offsets.append((plus(packed, times(token, self.heads - self.group)), exists))
+        return offsets
 
     def _rows(self) -> list[Any]:
         """Returns the same for all packed rows, in the interpreter."""
-        packed = [jnp.minimum(self.first + i, self.used - 1) for i in range(self.columns)]
+        packed = [jnp.minimum(self.first_row + i, self.used - 1) for i in range(self.columns)]
         return [p + lax.div(p, self.group) * (self.heads - self.group) for p in packed]
 
     def _store_each(self, write: Callable[[int, Any], None]) -> None:
         for i, row in enumerate(self._rows()):
 
-            @pl.when(self.first + i < self.used)
+            @pl.when(self.first_row + i < self.used)
             def _(i=i, row=row):
                 write(i, row)
 

@@ -53,12 +53,12 @@ class PipelineState(NamedTuple):
 
     Attributes:
         wg: The warpgroup.
-        turn: The number of steps that this warpgroup had before.
+        num_steps: The number of steps that this warpgroup had before.
         slots: The step's stage in each ring.
     """
 
     wg: jax.Array
-    turn: jax.Array
+    num_steps: jax.Array
     slots: tuple[jax.Array, ...]
 
     def next(self, consumers: int, rings: tuple[LoadPipeline, ...]) -> "PipelineState":
@@ -69,7 +69,7 @@ class PipelineState(NamedTuple):
             for slot, ring in zip(self.slots, rings, strict=True)
         )
         wg = jnp.where(around, 0, self.wg + 1)
-        return PipelineState(wg, self.turn + around.astype(jnp.int32), slots)
+        return PipelineState(wg, self.num_steps + around.astype(jnp.int32), slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,33 +112,39 @@ class GqaDecodeProducer:
             plgpu.barrier_wait(self.memory.queries_read.at[lax.rem(i, QUERIES)])
 
     def _piece(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
         number, done = carry
-        pair, stop = place.row, start + steps
-        at = lax.rem(number, QUERIES)
+        pair, stop = position.row, start + steps
+        slot_index = lax.rem(number, QUERIES)
         # The first page numbers and the queries are loaded before anything is waited for.
         numbers_of = self.part.numbers_of(pair, stop)
         numbers = numbers_of(start), numbers_of(start + 1)
-        asked = self.queries.ask(pair)
+        pending_queries = self.queries.ask(pair)
         wg, turn = place_of(done, self.consumers)
-        turns = PipelineState(wg, turn, tuple(lax.rem(turn, ring.steps) for ring in self.rings))
+        pipeline_state = PipelineState(
+            wg, turn, tuple(lax.rem(turn, ring.steps) for ring in self.rings)
+        )
 
         def step(i, carry):
-            (numbers, following), turns = carry
+            (numbers, following), pipeline_state = carry
             later = numbers_of(start + i + 2)  # needed only after the next step
-            for ring, slot in zip(self.rings, turns.slots, strict=True):
-                free = functools.partial(plgpu.barrier_wait, ring.read.at[turns.wg, slot])
-                pl.when(turns.turn >= ring.steps)(free)
-                for some, to in ring.copies(pair, numbers, start + i, turns.wg, slot):
-                    plgpu.copy_gmem_to_smem(some, to, ring.loaded.at[turns.wg, slot])
+            for ring, slot in zip(self.rings, pipeline_state.slots, strict=True):
+                free = functools.partial(plgpu.barrier_wait, ring.read.at[pipeline_state.wg, slot])
+                pl.when(pipeline_state.num_steps >= ring.steps)(free)
+                for source, destination in ring.copies(
+                    pair, numbers, start + i, pipeline_state.wg, slot
+                ):
+                    plgpu.copy_gmem_to_smem(
+                        source, destination, ring.loaded.at[pipeline_state.wg, slot]
+                    )
             # A barrier only distinguishes odd phases from even ones: no warp may be a phase behind.
             warpgroup_barrier(interpret=self.interpret)
-            return (following, later), turns.next(self.consumers, self.rings)
+            return (following, later), pipeline_state.next(self.consumers, self.rings)
 
-        carry = step(jnp.int32(0), (numbers, turns))
-        read = self.memory.queries_read.at[at]
+        carry = step(jnp.int32(0), (numbers, pipeline_state))
+        read = self.memory.queries_read.at[slot_index]
         pl.when(number >= QUERIES)(lambda: plgpu.barrier_wait(read))
-        self.queries.put(asked, pair, at)
+        self.queries.put(pending_queries, pair, slot_index)
         lax.fori_loop(1, steps, step, carry)
         return number + 1, done + steps

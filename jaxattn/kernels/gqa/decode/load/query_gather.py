@@ -29,8 +29,8 @@ class QueryLoaderProtocol(Protocol):
         """Issues the loads that `put` waits for."""
         ...
 
-    def put(self, asked: Any, pair: jax.Array, at: jax.Array) -> None:
-        """Stores a pair's queries at place `at`, and signals their arrival."""
+    def put(self, pending_queries: Any, pair: jax.Array, slot: jax.Array) -> None:
+        """Stores a pair's queries in `slot`, and signals their arrival."""
         ...
 
 
@@ -54,37 +54,40 @@ class QueryGather:
     kv_scale_ref: Any
 
     def ask(self, pair: jax.Array) -> jax.Array:
-        _, first = next(self._some())
-        asked = self._load(first, pair)
+        _, first_rows = next(self._some())
+        pending_queries = self._load(first_rows, pair)
         issue_loads(interpret=self.rows.interpret)
-        return asked
+        return pending_queries
 
-    def put(self, asked: jax.Array, pair: jax.Array, at: jax.Array) -> None:
+    def put(self, pending_queries: jax.Array, pair: jax.Array, slot: jax.Array) -> None:
         for start, rows in self._some():
-            numbers = asked if start == 0 else self._load(rows, pair)
-            self._store(numbers, pl.ds(start, rows.columns), pair, at)
+            numbers = pending_queries if start == 0 else self._load(rows, pair)
+            self._store(numbers, pl.ds(start, rows.columns), pair, slot)
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.memory.queries_loaded.at[at])
+        plgpu.barrier_arrive(self.memory.queries_loaded.at[slot])
 
     def _some(self) -> Iterator[tuple[int, PackedRows]]:
         """Yields the packed rows in groups that are gathered at a time, with the index of the
         first."""
         rows, dim = self.rows, self.q_ref.shape[1]
-        each = max(AT_A_TIME // dim, ACROSS)
-        for start in range(0, rows.columns, each):
-            columns = min(each, rows.columns - start)
-            yield start, dataclasses.replace(rows, columns=columns, first=rows.first + start)
+        rows_per_load = max(AT_A_TIME // dim, ACROSS)
+        for start in range(0, rows.columns, rows_per_load):
+            columns = min(rows_per_load, rows.columns - start)
+            yield (
+                start,
+                dataclasses.replace(rows, columns=columns, first_row=rows.first_row + start),
+            )
 
     def _load(self, rows: PackedRows, pair: jax.Array) -> jax.Array:
         dim = self.q_ref.shape[1]
         order = None if self.kv_scale_ref is None else order_of(dim)
-        at = rows.row_of(*self.part.row_and_head(pair))
-        return rows.load(self.q_ref, at, 0, dim, order)
+        base_row = rows.row_of(*self.part.row_and_head(pair))
+        return rows.load(self.q_ref, base_row, 0, dim, order)
 
-    def _store(self, numbers: jax.Array, some: Any, pair: jax.Array, at: jax.Array) -> None:
-        to = self.memory.queries.at[at, some]
+    def _store(self, numbers: jax.Array, row_slice: Any, pair: jax.Array, slot: jax.Array) -> None:
+        destination = self.memory.queries.at[slot, row_slice]
         if self.kv_scale_ref is None:
-            to[...] = numbers
+            destination[...] = numbers
             return
         if self.rows.interpret:
             numbers = in_order(numbers)
@@ -92,6 +95,6 @@ class QueryGather:
         def wide(vector: jax.Array) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(vector, numbers.shape, [0]), SCORES)
 
-        to[...], factors = half_queries(numbers.astype(jnp.float32), wide)
+        destination[...], factors = half_queries(numbers.astype(jnp.float32), wide)
         head = self.part.row_and_head(pair)[1]
-        self.memory.factors[at, some] = factors * (self.kv_scale_ref[0, head] * self.scale)
+        self.memory.factors[slot, row_slice] = factors * (self.kv_scale_ref[0, head] * self.scale)

@@ -81,13 +81,13 @@ class SplitKvCombine:
             slots: The pair's entries of `Schedule.slots`.
             packed: The eight packed rows.
         """
-        at = packed.row_of(row, head)
-        firsts = [pl.multiple_of(first_dim + i * WIDTH, WIDTH) for i in range(chunks)]
+        base_row = packed.row_of(row, head)
+        first_dims = [pl.multiple_of(first_dim + i * WIDTH, WIDTH) for i in range(chunks)]
         gates = []
         if self.gate is not None:  # read from memory, while the partial results come from L2
-            gates = [packed.load(self.gate, at, first, WIDTH) for first in firsts]
+            gates = [packed.load(self.gate, base_row, first, WIDTH) for first in first_dims]
             issue_loads(interpret=packed.interpret)
-        top, total, outs = self._sum(slots, packed.first, firsts)
+        top, total, outs = self._sum(slots, packed.first_row, first_dims)
         empty = total == 0
         share = 1 / total
         if self.sinks is not None:
@@ -96,64 +96,74 @@ class SplitKvCombine:
             share = jnp.exp2(top - new_top) / total
             top = new_top
         dead = _wide(empty.astype(jnp.float32)) > 0
-        for i, (first, out) in enumerate(zip(firsts, outs, strict=True)):
+        for i, (first, out) in enumerate(zip(first_dims, outs, strict=True)):
             out = out * _wide(share)
             if self.gate is not None:
                 out = gated(out, gates[i])
             out = jnp.where(dead, 0.0, out)
-            packed.store(self.out, self.first_rows[0] + at, first, out.astype(self.out.dtype))
+            packed.store(self.out, self.first_rows[0] + base_row, first, out.astype(self.out.dtype))
 
         @pl.when(first_dim == 0)
         def _lse():
             lse = (top + jnp.log2(total)) * (1 / LOG2E)
-            packed.store_numbers(self.lse, at, jnp.where(empty, -jnp.inf, lse))
+            packed.store_numbers(self.lse, base_row, jnp.where(empty, -jnp.inf, lse))
 
-    def _sum(self, slots: list[jax.Array], first: Any, first_dims: list[Any]) -> Any:
+    def _sum(self, slots: list[jax.Array], first_row: Any, first_dims: list[Any]) -> Any:
         """Returns (maximum of the log2 of weights, their sum divided by 2**that, outputs times that
         sum)."""
-        number, mine = slots[1], pl.ds(pl.multiple_of(first, ACROSS), ACROSS)
+        num_pieces, row_slice = slots[1], pl.ds(pl.multiple_of(first_row, ACROSS), ACROSS)
         dims = [pl.ds(each, WIDTH) for each in first_dims]
 
         def add(begin: jax.Array, count: int, state: Any) -> Any:
             top, total, outs = state
             numbers = [begin + k for k in range(count)]
-            places = [Schedule.slot_of(slots, jnp.minimum(k, number - 1)) for k in numbers]
-            of_rows = [
-                pl.ds(self.first_rows[1] + slot * self.rows + first, ACROSS) for slot in places
+            places = [Schedule.slot_of(slots, jnp.minimum(k, num_pieces - 1)) for k in numbers]
+            row_slices = [
+                pl.ds(self.first_rows[1] + slot * self.rows + first_row, ACROSS) for slot in places
             ]
             pieces = [
-                [plgpu.load(self.partial.at[at, d], layout=SCORES, optimized=False) for d in dims]
-                for at in of_rows
+                [plgpu.load(self.partial.at[rows, d], layout=SCORES, optimized=False) for d in dims]
+                for rows in row_slices
             ]
             lses = [
-                plgpu.load(self.partial_lse.at[slot, mine], layout=BY_ROW, optimized=False) * LOG2E
+                plgpu.load(self.partial_lse.at[slot, row_slice], layout=BY_ROW, optimized=False)
+                * LOG2E
                 for slot in places
             ]
             lses = [
-                jnp.where(k < number, lse, -jnp.inf) for k, lse in zip(numbers, lses, strict=True)
+                jnp.where(k < num_pieces, lse, -jnp.inf)
+                for k, lse in zip(numbers, lses, strict=True)
             ]
             new_top = functools.reduce(jnp.maximum, lses, top)
             rescale = jnp.exp2(top - new_top)
             total, outs = total * rescale, [out * _wide(rescale) for out in outs]
-            for lse, some in zip(lses, pieces, strict=True):
+            for lse, piece_dims in zip(lses, pieces, strict=True):
                 weight = jnp.exp2(lse - new_top)
                 total += weight
-                outs = [out + _wide(weight) * one for out, one in zip(outs, some, strict=True)]
+                outs = [
+                    out + _wide(weight) * piece_values
+                    for out, piece_values in zip(outs, piece_dims, strict=True)
+                ]
             return new_top, total, tuple(outs)
 
-        nothing = plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES)
+        zeros = plgpu.layout_cast(jnp.zeros((ACROSS, WIDTH), jnp.float32), SCORES)
         state = (
             plgpu.layout_cast(jnp.full((ACROSS,), EMPTY, jnp.float32), BY_ROW),
             plgpu.layout_cast(jnp.zeros((ACROSS,), jnp.float32), BY_ROW),
-            (nothing,) * len(dims),
+            (zeros,) * len(dims),
         )
-        many, done = MANY[len(dims)], jnp.int32(0)
-        if many > FEW:
-            rounds = lax.div(number, many)
-            state = lax.fori_loop(0, rounds, lambda j, state: add(j * many, many, state), state)
-            done = rounds * many
-        rounds = lax.div(number - done + (FEW - 1), FEW)
-        return lax.fori_loop(0, rounds, lambda j, state: add(done + j * FEW, FEW, state), state)
+        pieces_per_round, num_done = MANY[len(dims)], jnp.int32(0)
+        if pieces_per_round > FEW:
+            rounds = lax.div(num_pieces, pieces_per_round)
+            state = lax.fori_loop(
+                0,
+                rounds,
+                lambda j, state: add(j * pieces_per_round, pieces_per_round, state),
+                state,
+            )
+            num_done = rounds * pieces_per_round
+        rounds = lax.div(num_pieces - num_done + (FEW - 1), FEW)
+        return lax.fori_loop(0, rounds, lambda j, state: add(num_done + j * FEW, FEW, state), state)
 
 
 def combine(
@@ -183,7 +193,7 @@ def combine(
         slots = [slots_ref[i, pair] for i in range(slots_ref.shape[0])]
         packed = PackedRows(
             q_len=call.q_len, group=call.group, kv_heads=call.kv_heads, columns=ACROSS,
-            first=chunk * ACROSS, interpret=True,
+            first_row=chunk * ACROSS, interpret=True,
         )  # fmt: skip
         combination = SplitKvCombine(first_rows=first_rows, rows=rows, **refs)
         row, head = lax.div(pair, call.kv_heads), lax.rem(pair, call.kv_heads)

@@ -206,9 +206,9 @@ def decode_schedule(
         row_cost=PAIR_COST,
         merge_cost=MERGE_COST,
         pieces=pieces if split else 1,
-        least=SplitThresholds(part=LEAST_PART, short=SHORT_PART),
-        least_piece=SHORT_PART,
-        longer=LONGER,
+        thresholds=SplitThresholds(part=LEAST_PART, short=SHORT_PART),
+        min_piece=SHORT_PART,
+        excess_divisor=LONGER,
     )
     fine = None
     if may_oversubscribe(pairs, parts, steps):

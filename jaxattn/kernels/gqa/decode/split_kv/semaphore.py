@@ -33,36 +33,38 @@ class SplitSemaphore:
     Attributes:
         counts: uint32, the pieces of each pair that have arrived; 0 when a kernel starts, and again
             when it has ended.
-        told: float32 [w, ..] in shared memory; one thread broadcasts through the first number of
-            each warpgroup.
+        broadcast_smem: float32 [w, ..] in shared memory; one thread broadcasts through the first
+            number of each warpgroup.
     """
 
     counts: Any
-    told: Any
+    broadcast_smem: Any
 
-    def count(self, at: jax.Array, pieces: jax.Array) -> None:
-        """Counts one more of `pieces` pieces. One warpgroup calls it, after a barrier of all.
+    def count(self, pair: jax.Array, num_pieces: jax.Array) -> None:
+        """Counts one more of a pair's pieces. One warpgroup calls it, after a barrier of all.
 
         One thread's release covers what each thread had written before the barrier. After the next
         barrier, each thread reads what this thread has acquired. A fence in each thread would wait
         twice more.
         """
         count = plgpu.inline_mgpu(arg_types=(PLAIN, PLAIN, SPLAT, SPLAT))(self._count)
-        count(self.counts, self.told, jnp.int32(at), jnp.int32(pieces))
+        count(self.counts, self.broadcast_smem, jnp.int32(pair), jnp.int32(num_pieces))
 
     def last(self, wg: jax.Array) -> jax.Array:
         """Whether that piece was the last one; called after the warpgroups' next barrier."""
-        return self.told[wg, 0] == 0
+        return self.broadcast_smem[wg, 0] == 0
 
-    def _count(self, ctx: Any, counts: Any, told: Any, at: Any, pieces: Any) -> None:
+    def _count(
+        self, ctx: Any, counts: Any, broadcast_smem: Any, pair: Any, num_pieces: Any
+    ) -> None:
         del ctx
         with utils.when(arith.cmpi(arith.CmpIPredicate.eq, WarpgroupThread().index, word(0))):
-            place = pointer(counts, arith.muli(single(at), word(4)))
-            last = plus(single(pieces), word(-1))
+            counter = pointer(counts, arith.muli(single(pair), word(4)))
+            last = plus(single(num_pieces), word(-1))
             # The counter wraps to 0 after the last piece.
             count = "atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;"
-            (number,) = asm(count, [i32()], [place, last], "=r,l,r,~{memory}")
-            left = arith.sitofp(f32(), arith.subi(last, number))
-            warpgroups, numbers = ir.MemRefType(told.type).shape
+            (number,) = asm(count, [i32()], [counter, last], "=r,l,r,~{memory}")
+            num_missing = arith.sitofp(f32(), arith.subi(last, number))
+            warpgroups, stride = ir.MemRefType(broadcast_smem.type).shape
             for i in range(warpgroups):
-                llvm.store(left, pointer(told, word(4 * i * numbers)))
+                llvm.store(num_missing, pointer(broadcast_smem, word(4 * i * stride)))

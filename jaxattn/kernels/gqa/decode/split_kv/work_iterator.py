@@ -42,7 +42,7 @@ class HeadWorkIterator(WorkIterator):
     Attributes:
         kv_ref: The cache [L, 2 N, C, Hk D], with the keys of page n at 2 n, followed by its values.
         query_lens_ref: [B], or None.
-        asked_refs: Further int32 or uint32 arrays, of which each CTA reads a few numbers.
+        prefetch_refs: Further int32 or uint32 arrays, of which each CTA reads a few numbers.
         first_slot: The slot of the partial result of the part's first piece; the next piece has the
             next slot.
     """
@@ -52,7 +52,7 @@ class HeadWorkIterator(WorkIterator):
     q_len: int
     window: int | None
     query_lens_ref: Any
-    asked_refs: tuple[Any, ...]
+    prefetch_refs: tuple[Any, ...]
     first_slot: jax.Array
 
     def some_row(self, row: jax.Array) -> jax.Array:
@@ -75,10 +75,13 @@ class HeadWorkIterator(WorkIterator):
     def _lengths(self, pair: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         row = self.row_and_head(self.some_row(pair))[0]
         length = self.lens_ref[row]
-        most = self.table_ref.shape[1] * self.page_size
-        if most < MOST:
-            length = jnp.where(length > most, 0, length)
-        return length, None if self.made_of_ref is None else length == self.made_of_ref[row]
+        max_tokens = self.table_ref.shape[1] * self.page_size
+        if max_tokens < MOST:
+            length = jnp.where(length > max_tokens, 0, length)
+        return (
+            length,
+            None if self.scheduled_lens_ref is None else length == self.scheduled_lens_ref[row],
+        )
 
     def queries_of(self, pair: jax.Array) -> jax.Array | None:
         """Returns the number of query tokens of the pair's row; None: all S."""
@@ -99,25 +102,25 @@ class HeadWorkIterator(WorkIterator):
     def prefetch_lines(self, *, interpret: bool) -> None:
         """Prefetches the arrays of which each CTA reads a few numbers. Only the first CTA
         prefetches those that are read after the first page, or at once."""
-        for ref in (self.order_ref, self.lens_ref, self.made_of_ref):
+        for ref in (self.order_ref, self.lens_ref, self.scheduled_lens_ref):
             if ref is not None:
                 prefetch_array(ref, interpret=interpret)
 
         @pl.when(self.index == 0)
         def _others() -> None:
-            for ref in self.asked_refs:
+            for ref in self.prefetch_refs:
                 prefetch_array(ref, interpret=interpret)
 
-    def slot_at(self, place: SchedulePosition) -> jax.Array:
+    def slot_at(self, position: SchedulePosition) -> jax.Array:
         """Returns the slot of the partial result of the part's piece at that place."""
-        return self.first_slot + (place.number != self.begin[0]).astype(jnp.int32)
+        return self.first_slot + (position.number != self.begin[0]).astype(jnp.int32)
 
     def first_key(self, pair: jax.Array) -> jax.Array | None:
         """Returns the first key that any of the pair's query tokens sees; None without a window."""
         if self.window is None:
             return None
-        given = self.queries_of(pair)
-        queries = self.q_len if given is None else given
+        query_len = self.queries_of(pair)
+        queries = self.q_len if query_len is None else query_len
         return window_start(self.length_of(pair), queries, self.window)
 
     def first_step_of(self, pair: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class SwapAbRefs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
-    made_of_ref: Any  # None: the schedule is the call's own
+    scheduled_lens_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # for a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
@@ -72,7 +72,7 @@ class SwapAbRefs:
     p_smem: Any
     stats_smem: Any  # float32 [4, 2, N]: rescaling or unit, maxima, sums; factors of the scores
     q_loaded: Any
-    both_there: Any
+    warpgroup_barrier: Any
     loaded: Any  # a page has been loaded
 
 
@@ -96,7 +96,7 @@ class SwapAbCta:
         self.tops, self.totals, self.units = (refs.stats_smem.at[i] for i in (1, 2, 0))
         self.rescale_smem, self.q_factor_smem = refs.stats_smem.at[0], refs.stats_smem.at[3, 0]
         self.shared = SwapAbExchange(
-            self.wg, refs.both_there, self.tops, self.totals, self.units, sum_smem
+            self.wg, refs.warpgroup_barrier, self.tops, self.totals, self.units, sum_smem
         )
         self.outputs = SwapAbOutputTile(
             self.part, cut.first_rows, cut.out_rows, self.mine,

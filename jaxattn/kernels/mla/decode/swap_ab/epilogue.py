@@ -34,7 +34,7 @@ class SwapAbExchange:
 
     Attributes:
         wg: The index of this warpgroup, 0 or 1.
-        both_there: The barrier at which both arrive.
+        warpgroup_barrier: The barrier at which both arrive.
         tops, totals: float32 [2, N], the largest log2 of each packed row's weights, and their sums
             divided by 2**that.
         units: float32 [2, N], the value that 1 stands for in each output; block-scaled caches only.
@@ -42,7 +42,7 @@ class SwapAbExchange:
     """
 
     wg: jax.Array
-    both_there: Any
+    warpgroup_barrier: Any
     tops: Any
     totals: Any
     units: Any
@@ -52,8 +52,8 @@ class SwapAbExchange:
         """Makes the two warpgroups wait for each other; each then sees what the other has
         written."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.both_there)
-        plgpu.barrier_wait(self.both_there)
+        plgpu.barrier_arrive(self.warpgroup_barrier)
+        plgpu.barrier_wait(self.warpgroup_barrier)
 
     def reduce_stats(self, layout: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the maximum and sum of each packed row."""
@@ -85,24 +85,26 @@ class SwapAbOutputTile:
     lse: Any
     partial_lse: Any
 
-    def write(self, row: jax.Array, whole: jax.Array, first: jax.Array, out: jax.Array) -> None:
-        """Writes `out` [n, 512], the CTA's packed rows from `first` on."""
-        at, count = self.columns.start + first, out.shape[0]
+    def write(
+        self, row: jax.Array, is_whole: jax.Array, first_row: jax.Array, out: jax.Array
+    ) -> None:
+        """Writes `out` [n, 512], the CTA's packed rows from `first_row` on."""
+        row_offset, num_rows = self.columns.start + first_row, out.shape[0]
 
-        @pl.when(whole)
+        @pl.when(is_whole)
         def _whole():
-            begin = self.first_rows[0] + row * self.rows + at
-            self.out[pl.ds(begin, count), :] = out.astype(self.out.dtype)
+            begin = self.first_rows[0] + row * self.rows + row_offset
+            self.out[pl.ds(begin, num_rows), :] = out.astype(self.out.dtype)
 
         if self.partial is not None:
 
-            @pl.when(jnp.logical_not(whole))
+            @pl.when(jnp.logical_not(is_whole))
             def _piece():
-                begin = self.first_rows[1] + self.part.partial_slot(row) * self.rows + at
-                self.partial[pl.ds(begin, count), :] = out
+                begin = self.first_rows[1] + self.part.partial_slot(row) * self.rows + row_offset
+                self.partial[pl.ds(begin, num_rows), :] = out
 
-    def write_lse(self, row: jax.Array, whole: jax.Array, lse: jax.Array) -> None:
-        self.part.write_lse(self.lse, self.partial_lse, self.columns, row, whole, lse)
+    def write_lse(self, row: jax.Array, is_whole: jax.Array, lse: jax.Array) -> None:
+        self.part.write_lse(self.lse, self.partial_lse, self.columns, row, is_whole, lse)
 
     def write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
         """Writes 0 and an LSE of -inf for a row without keys; NaN if `known` is False, that is, if
@@ -110,8 +112,8 @@ class SwapAbOutputTile:
         count = self.columns.size
         begin = self.first_rows[0] + row * self.rows + self.columns.start
         zero = nothing_or_nan(0.0, known, self.out.dtype)
-        nothing = plgpu.layout_cast(jnp.full((count, RANK), zero), OUTPUTS)
-        self.out[pl.ds(begin, count), :] = nothing
+        empty_rows = plgpu.layout_cast(jnp.full((count, RANK), zero), OUTPUTS)
+        self.out[pl.ds(begin, count), :] = empty_rows
         lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
         empty = plgpu.layout_cast(jnp.full((count,), lowest), BY_ROW)
         store(self.lse.at[row, self.columns], empty)

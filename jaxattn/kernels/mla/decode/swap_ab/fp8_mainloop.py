@@ -75,9 +75,9 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
     def load_first(self, numbers: list[list[jax.Array]]) -> None:
         piece = self.piece
         for k, some in enumerate(numbers):
-            page = piece.first + k * WARPGROUPS
+            page = piece.first_page + k * WARPGROUPS
             load = lambda some=some, page=page, k=k: self._load_slot(some, page, k)  # noqa: E731
-            pl.when(piece.taken > k)(load)
+            pl.when(piece.num_pages > k)(load)
 
     def take_queries(self) -> None:
         block = self.block
@@ -106,7 +106,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
     def _page(self, i: jax.Array, carry: Any) -> Any:
         top, total, unit, accs, numbers = carry
         piece, slot = self.piece, lax.rem(i, DEPTH)
-        page = piece.first + WARPGROUPS * i
+        page = piece.first_page + WARPGROUPS * i
         left = self.length - page * PAGE
         plgpu.barrier_wait(self.refs.loaded.at[self.wg, slot])
         scores = self._scores_of(slot, left)
@@ -124,7 +124,7 @@ class SwapAbFp8Mainloop(SwapAbMainloop):
         accs = self._add_scaled(accs, p, rescale, scales, begun, slot, left)
         plgpu.commit_smem()  # all four warps have read the page
         later = page + WARPGROUPS * DEPTH
-        pl.when(i < piece.taken - DEPTH)(lambda: self._load_slot(numbers, later, slot))
+        pl.when(i < piece.num_pages - DEPTH)(lambda: self._load_slot(numbers, later, slot))
         following = self.part.numbers(piece.row, later + WARPGROUPS, piece.stop)
         return top, total, unit, accs, following
 

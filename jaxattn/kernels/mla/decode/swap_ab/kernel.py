@@ -55,15 +55,17 @@ class SwapAbKernel(SwapAbCta):
                 self.outputs.write_nothing(row, self.part.known(row))
 
     def _piece(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, begun: jax.Array
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array, begun: jax.Array
     ) -> Any:
         """Computes a piece: the two warpgroups take its pages in turns, then merge their results.
         Rows without tokens are written while the first piece's copies run, because reading their
         lengths at the end would make the CTA longer."""
-        row = place.row
+        row = position.row
         refs, scaled = self.refs, self.cut.latents.block_scaled
-        pl.when(place.number != self.part.begin[0])(lambda: self._load_first(place, start, steps))
-        pages = self._pages(self._select_pages(place, start, steps))
+        pl.when(position.number != self.part.begin[0])(
+            lambda: self._load_first(position, start, steps)
+        )
+        pages = self._pages(self._select_pages(position, start, steps))
         pl.when(jnp.logical_not(begun))(self._write_empty_rows)
         pages.see(*self._seen(row))
         plgpu.barrier_wait(refs.q_loaded)
@@ -80,20 +82,20 @@ class SwapAbKernel(SwapAbCta):
         return jnp.bool_(True)
 
     def _select_pages(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array
     ) -> SwapAbWorkTile:
         """The pages of a piece that this warpgroup takes."""
-        taken = lax.div(steps + 1 - self.wg, WARPGROUPS)
-        return SwapAbWorkTile(place.row, start + self.wg, start + steps, taken)
+        num_pages = lax.div(steps + 1 - self.wg, WARPGROUPS)
+        return SwapAbWorkTile(position.row, start + self.wg, start + steps, num_pages)
 
-    def _load_first(self, place: SchedulePosition, start: jax.Array, steps: jax.Array) -> None:
+    def _load_first(self, position: SchedulePosition, start: jax.Array, steps: jax.Array) -> None:
         """Starts the copies of a piece's queries and first pages. Those of a part's first piece
         come before everything else, so that what is computed once for all pages overlaps with them.
         """
-        pages = self._pages(self._select_pages(place, start, steps))
+        pages = self._pages(self._select_pages(position, start, steps))
         numbers = pages.first_numbers()
         issue_loads(interpret=self.cut.interpret)  # together with the row's length
-        pl.when(steps > 0)(lambda: self._load_queries(place.row))
+        pl.when(steps > 0)(lambda: self._load_queries(position.row))
         pages.load_first(numbers)
 
     def _pages(self, piece: SwapAbWorkTile) -> SwapAbMainloop:

@@ -45,9 +45,9 @@ class SwapAbWorkTile(NamedTuple):
     part."""
 
     row: jax.Array
-    first: jax.Array  # first page of the warpgroup
+    first_page: jax.Array  # first page of the warpgroup
     stop: jax.Array  # end of the piece's pages (exclusive)
-    taken: jax.Array  # number of pages, every other one from the first
+    num_pages: jax.Array  # number of pages, every other one from the first
 
 
 class SwapAbMainloop:
@@ -70,12 +70,12 @@ class SwapAbMainloop:
     def first_numbers(self) -> list[list[jax.Array]]:
         """The page numbers in the cache of the first `depth` pages. They do not wait for the row's
         length: past the row's pages they may be any number."""
-        first, most = self.piece.first, jnp.int32(self.part.max_pages)
+        first, most = self.piece.first_page, jnp.int32(self.part.max_pages)
         pages = [first + WARPGROUPS * k for k in range(self.depth)]
         return [self.part.numbers(self.piece.row, page, most) for page in pages]
 
     def load_first(self, numbers: list[list[jax.Array]]) -> None:
-        pl.when(self.piece.taken > 0)(lambda: self._load(numbers[0], self.piece.first))
+        pl.when(self.piece.num_pages > 0)(lambda: self._load(numbers[0], self.piece.first_page))
 
     def see(self, length: jax.Array, visible: jax.Array) -> None:
         self.length, self.visible = length, visible
@@ -92,9 +92,9 @@ class SwapAbMainloop:
     def each(self, empty: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the maxima, sums, unit and output over all pages."""
         piece = self.piece
-        ahead = piece.first + WARPGROUPS * self.depth
+        ahead = piece.first_page + WARPGROUPS * self.depth
         following = self.part.numbers(piece.row, ahead, piece.stop)
-        return lax.fori_loop(0, piece.taken, self._page, (*empty, following))[:4]
+        return lax.fori_loop(0, piece.num_pages, self._page, (*empty, following))[:4]
 
     def _page(self, i: jax.Array, carry: Any) -> Any:
         """Processes the i-th page; `numbers` are the page numbers of the warpgroup's next one."""
@@ -104,9 +104,9 @@ class SwapAbMainloop:
         scores = pl.run_scoped(run, self.scores_type)
         top, total, p, rescale, _ = self._online_softmax(i, top, total, scores)
         accs = self._add_values(accs, p, rescale, slot)
-        page = piece.first + WARPGROUPS * (i + 1)
+        page = piece.first_page + WARPGROUPS * (i + 1)
         warpgroup_barrier(interpret=self.cut.interpret)  # all four warps have read the page
-        pl.when(i < piece.taken - 1)(lambda: self._load(numbers, page))
+        pl.when(i < piece.num_pages - 1)(lambda: self._load(numbers, page))
         following = self.part.numbers(piece.row, page + WARPGROUPS, piece.stop)
         return top, total, unit, accs, following
 
@@ -140,7 +140,7 @@ class SwapAbMainloop:
     ) -> Any:  # fmt: skip
         """Returns the new maxima and sums, page i's P and rescaling, and the result of
         `meanwhile`."""
-        page = self.piece.first + WARPGROUPS * i
+        page = self.piece.first_page + WARPGROUPS * i
         here = self.refs.score_smem.at[self.wg, :, pl.ds(0, PAGE)]
         store_transposed(here, scores, interpret=self.cut.interpret)
         warpgroup_barrier(interpret=self.cut.interpret)

@@ -78,6 +78,6 @@ def scratch_types(
         "p_smem": plgpu.SMEM((WARPGROUPS, versions, columns, PAGE), half, transforms=tiles),
         "stats_smem": plgpu.SMEM((4, WARPGROUPS, columns), jnp.float32),
         "q_loaded": plgpu.Barrier(num_arrivals=pieces),
-        "both_there": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "warpgroup_barrier": plgpu.Barrier(num_arrivals=WARPGROUPS),
         "loaded": loaded,
     }

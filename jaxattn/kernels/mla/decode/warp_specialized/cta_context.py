@@ -29,8 +29,8 @@ class MlaDecodeConfig:
         first_rows: `MlaDecodeOutputs.first_rows`.
         output_by_tma: Whether a whole row's output leaves through its last page's slot, or by
             stores of four bytes from registers.
-        gathered: Whether a row attends to the keys of a list (kernels/mla/sparse) instead of all
-            keys.
+        keys_from_list: Whether a row attends to the keys of a list (kernels/mla/sparse) instead of
+            all keys.
     """
 
     q_len: int
@@ -44,7 +44,7 @@ class MlaDecodeConfig:
     first_rows: Sequence[int]
     output_by_tma: bool
     interpret: bool
-    gathered: bool = False
+    keys_from_list: bool = False
 
     @property
     def places(self) -> PageSlots:
@@ -63,7 +63,7 @@ class MlaDecodeRefs:
     lens_ref: Any
     cuts_ref: Any
     order_ref: Any  # None: a schedule without an order
-    made_of_ref: Any  # None: the schedule is the call's own
+    scheduled_lens_ref: Any  # None: the schedule is the call's own
     kv_scale_ref: Any  # for a cache with one scale, else None
     query_lens_ref: Any  # None: every row has all S tokens
     out_ref: Any
@@ -95,7 +95,7 @@ def scratch_types(cut: MlaDecodeConfig, page_size: int) -> dict[str, Any]:
         "q_smem": plgpu.SMEM((TILE, QUARTER), dtype, transforms=tiled),
         "q_rope_smem": plgpu.SMEM((TILE, ROPE), dtype, transforms=tiled),
         "q_loaded": plgpu.Barrier(num_arrivals=(3 if cut.interpret else 0) + 1 + cut.rope),
-        "shared": shared_types(dtype, cut.latents, page_size, gathered=cut.gathered),
+        "shared": shared_types(dtype, cut.latents, page_size, keys_from_list=cut.keys_from_list),
     }
 
 

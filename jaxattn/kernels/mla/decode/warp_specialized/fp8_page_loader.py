@@ -65,9 +65,9 @@ class Fp8PageLoader(PageLoader):
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
         """Does nothing: `meanwhile` has refilled the rope columns."""
 
-    def meanwhile(self, pages: Any, now: jax.Array) -> None:
+    def meanwhile(self, pages: Any, current_page: jax.Array) -> None:
         """Widens the next page's rope columns, to where P of the page before this one was."""
-        self._next_rope(pages, now + AHEAD)
+        self._next_rope(pages, current_page + AHEAD)
 
     def wait_for_warps(self) -> None:
         warpgroup_barrier(interpret=self.cut.interpret)
@@ -83,11 +83,11 @@ class Fp8PageLoader(PageLoader):
     def clear_tail(self, values: list[Any], left: jax.Array) -> None:
         """Does nothing: the tail was cleared when the page was widened."""
 
-    def _found(self, at: Any) -> Any:
+    def _found(self, location: Any) -> Any:
         """As `PageLoader._found`, and the row's tokens from the page on."""
-        place, page, stop = at
-        length = self.part.lens_ref[self.part.some_row(place.row)]
-        return at, (self.part.numbers(place.row, page, stop), length - page * PAGE)
+        position, page, stop = location
+        length = self.part.lens_ref[self.part.some_row(position.row)]
+        return location, (self.part.numbers(position.row, page, stop), length - page * PAGE)
 
     def _widen(
         self, tile: Any, page: Any, target: Any, done: Any, quarter: int | None = None

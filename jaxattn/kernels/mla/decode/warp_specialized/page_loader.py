@@ -32,7 +32,7 @@ class PageLoader:
         columns: The columns of the two quarters.
     """
 
-    hands_over = False  # whether the loader must signal that data is there; TMA does so itself
+    signals_arrival = False  # whether the loader must signal that data is there; TMA does so itself
 
     def __init__(self, block: MlaDecodeCta):
         self.block, self.cut, self.part = block, block.cut, block.part
@@ -55,35 +55,39 @@ class PageLoader:
     def refill(self, quarter: int, pages: Any, into: jax.Array) -> None:
         """Loads the quarter of the next page into the place of the page `into`."""
         before, ahead = pages
-        at = self._page_of(ahead)
+        page_entry = self._page_of(ahead)
         if quarter == 0:
-            at = jax.tree.map(functools.partial(jnp.where, self.is_right), at, before)
-        self._load(quarter, at, into)
+            page_entry = jax.tree.map(
+                functools.partial(jnp.where, self.is_right), page_entry, before
+            )
+        self._load(quarter, page_entry, into)
         if quarter == 1 and not self.cut.interpret:
             self._prefetch_queries(*ahead[0])
 
-    def _prefetch_queries(self, place: SchedulePosition, page: jax.Array, stop: jax.Array) -> None:
+    def _prefetch_queries(
+        self, position: SchedulePosition, page: jax.Array, stop: jax.Array
+    ) -> None:
         """Where a row begins, prefetches its queries into L2, three pages before they are
         loaded."""
 
         @pl.when((page == 0) & (page < stop) & jnp.logical_not(self.is_right))
         def _():
             for first in range(0, RANK, QUARTER):
-                plgpu.async_prefetch(self.block.queries(place.row, first, QUARTER))
+                plgpu.async_prefetch(self.block.queries(position.row, first, QUARTER))
             if self.cut.rope:
-                plgpu.async_prefetch(self.block.queries(place.row, RANK, ROPE))
+                plgpu.async_prefetch(self.block.queries(position.row, RANK, ROPE))
 
     def refill_rope(self, pages: Any, into: jax.Array) -> None:
         """Loads the next page's rope columns, as `refill` does."""
         self._load_rope(self._page_of(pages[1]), into)
 
-    def meanwhile(self, pages: Any, now: jax.Array) -> None:
-        """Work that can overlap with the products of the part's page `now` with P."""
+    def meanwhile(self, pages: Any, current_page: jax.Array) -> None:
+        """Work that can overlap with the products of the part's page `current_page` with P."""
 
-    def hand_over_first(self, pages: Any, now: jax.Array) -> None:
-        """Signals that the quarter with two places of the page after `now` has arrived."""
+    def hand_over_first(self, pages: Any, current_page: jax.Array) -> None:
+        """Signals that the quarter with two places of the page after `current_page` has arrived."""
 
-    def hand_over(self, pages: Any, now: jax.Array) -> None:
+    def hand_over(self, pages: Any, current_page: jax.Array) -> None:
         """Signals that the other columns of the page after that have arrived. Called once the next
         products, or the output, have made room."""
 
@@ -94,14 +98,16 @@ class PageLoader:
         if self.cut.interpret:
             plgpu.commit_smem()
 
-    def later(self, pages: Any, goes_on: Any = True) -> Any:
-        """Returns the `pages` of the next step, or the same ones if not `goes_on`. It has no select
-        over what is read from the table: a select would wait for the load."""
+    def later(self, pages: Any, is_continued: Any = True) -> Any:
+        """Returns the `pages` of the next step, or the same ones if not `is_continued`. It has no
+        select over what is read from the table: a select would wait for the load."""
         before, ahead = pages
-        place, page, stop = ahead[0]
-        select = functools.partial(jnp.where, goes_on)
+        position, page, stop = ahead[0]
+        select = functools.partial(jnp.where, is_continued)
         before = jax.tree.map(select, self._page_of(ahead), before)
-        return before, self._found(self.part.settle((place, page + jnp.int32(goes_on), stop)))
+        return before, self._found(
+            self.part.settle((position, page + jnp.int32(is_continued), stop))
+        )
 
     def slot_of(self, quarter: int, page: jax.Array) -> jax.Array:
         """The place of the quarter of the part's page `page`."""
@@ -114,38 +120,40 @@ class PageLoader:
         pl.when(left < PAGE)(lambda: self._clear(values, left))
 
     def _clear(self, values: list[Any], left: jax.Array) -> None:
-        inside = plgpu.broadcasted_iota(jnp.int32, (PAGE, ROPE), 0, layout=LAYOUT) < left
-        for some in values:
+        is_valid = plgpu.broadcasted_iota(jnp.int32, (PAGE, ROPE), 0, layout=LAYOUT) < left
+        for value_tile in values:
             for first in range(0, QUARTER, ROPE):
-                some_of_it = some.at[:, pl.ds(first, ROPE)]
-                kept = plgpu.load(some_of_it, layout=LAYOUT)
-                some_of_it[...] = jnp.where(inside, kept, jnp.zeros((), self.cut.dtype))
+                tile_columns = value_tile.at[:, pl.ds(first, ROPE)]
+                columns_values = plgpu.load(tile_columns, layout=LAYOUT)
+                tile_columns[...] = jnp.where(
+                    is_valid, columns_values, jnp.zeros((), self.cut.dtype)
+                )
         plgpu.commit_smem()
 
-    def _found(self, at: Any) -> Any:
-        place, page, stop = at
-        return at, self.part.numbers(place.row, page, stop)
+    def _found(self, location: Any) -> Any:
+        position, page, stop = location
+        return location, self.part.numbers(position.row, page, stop)
 
     def _page_of(self, ahead: Any) -> Any:
         (_, page, stop), numbers = ahead
         return page, page < stop, numbers
 
     def _begin(self, i: jax.Array, pages: Any) -> Any:
-        page, there, numbers = at = self._page_of(pages[1])
-        self._load(1, at, i)
+        page, page_exists, numbers = page_entry = self._page_of(pages[1])
+        self._load(1, page_entry, i)
         if self.cut.rope:
-            self._load_rope(at, i)
+            self._load_rope(page_entry, i)
         slots = jnp.where(self.is_right, self.slots[0][1], self.slots[0][0])
-        self._load(0, (page, there & (i < slots), numbers), i)
+        self._load(0, (page, page_exists & (i < slots), numbers), i)
         return self.later(pages)
 
-    def _load(self, quarter: int, at: Any, into: jax.Array) -> None:
-        """Copies the page `at` to the place of the part's page `into`."""
-        page, there, numbers = at
+    def _load(self, quarter: int, page_entry: Any, into: jax.Array) -> None:
+        """Copies the page of `page_entry` to the place of the part's page `into`."""
+        page, page_exists, numbers = page_entry
         shared, tokens = self.shared, self.tokens
         slot = self.slot_of(quarter, into)
 
-        @pl.when(there)
+        @pl.when(page_exists)
         def _():
             for j, source in enumerate(self.part.sources(numbers, page)):
                 if quarter == 1 and not self.cut.interpret:
@@ -155,18 +163,18 @@ class PageLoader:
                     def _(source=source):
                         plgpu.async_prefetch(source.at[:, pl.ds(0, QUARTER)])
 
-                to = shared.kv.at[slot, pl.ds(j * tokens, tokens)]
-                some = source.at[:, self.columns[quarter]]
-                plgpu.copy_gmem_to_smem(some, to, shared.kv_loaded.at[slot])
+                destination = shared.kv.at[slot, pl.ds(j * tokens, tokens)]
+                source_columns = source.at[:, self.columns[quarter]]
+                plgpu.copy_gmem_to_smem(source_columns, destination, shared.kv_loaded.at[slot])
 
-    def _load_rope(self, at: Any, into: jax.Array) -> None:
-        page, there, numbers = at
+    def _load_rope(self, page_entry: Any, into: jax.Array) -> None:
+        page, page_exists, numbers = page_entry
         shared, tokens = self.shared, self.tokens
         slot = lax.rem(into, PAGES)
 
-        @pl.when(there & self.is_right)
+        @pl.when(page_exists & self.is_right)
         def _():
             for j, source in enumerate(self.part.sources(numbers, page)):
-                to = shared.rope.at[slot, pl.ds(j * tokens, tokens)]
-                some = source.at[:, pl.ds(RANK, ROPE)]
-                plgpu.copy_gmem_to_smem(some, to, shared.rope_loaded.at[slot])
+                destination = shared.rope.at[slot, pl.ds(j * tokens, tokens)]
+                source_columns = source.at[:, pl.ds(RANK, ROPE)]
+                plgpu.copy_gmem_to_smem(source_columns, destination, shared.rope_loaded.at[slot])

@@ -52,15 +52,15 @@ class PvWarpgroup:
 
     def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
         zero = nothing_or_nan(0.0, known, self.cut.dtype)
-        nothing = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
-        for some in self.columns:
-            store(self.refs.out_ref.at[self.block.rows_of(row), some], nothing)
+        empty_rows = plgpu.layout_cast(jnp.full((TILE, QUARTER), zero), LAYOUT)
+        for columns in self.columns:
+            store(self.refs.out_ref.at[self.block.rows_of(row), columns], empty_rows)
 
     def _piece(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
         pages_before, pages = carry
-        length = self.part.lens_ref[place.row]
+        length = self.part.lens_ref[position.row]
         page = functools.partial(self._page, PvWorkTile(start, steps, length, pages_before))
         accs, pages = lax.fori_loop(0, steps, page, ((self.zero, self.zero), pages))
         plgpu.barrier_wait(self.shared.sums_written)
@@ -69,9 +69,9 @@ class PvWarpgroup:
         accs = tuple(zero_empty_rows(acc, total, interpret=self.cut.interpret) for acc in accs)
         factor = self.block.kv_scale * jnp.abs(1 / total)
         factor = lax.broadcast_in_dim(factor, (TILE, QUARTER), [0])
-        whole = steps == self.part.pages_in(length)
+        is_whole = steps == self.part.pages_in(length)
         last = pages_before + steps - 1
-        pl.when(whole)(lambda: self._write(place.row, accs, factor, last))
+        pl.when(is_whole)(lambda: self._write(position.row, accs, factor, last))
         if self.cut.output_by_tma:
             self.pages.refill(0, pages, last)
             self.pages.refill(1, pages, last)
@@ -81,14 +81,14 @@ class PvWarpgroup:
             pages = self.pages.later(pages)
         if self.refs.partial_ref is not None:
 
-            @pl.when(jnp.logical_not(whole))
+            @pl.when(jnp.logical_not(is_whole))
             def _():
-                rows, cut = self.block.partial_rows_of(place.row), self.cut
-                used: Any = cut.q_len * cut.num_heads  # packed rows of the tile that are used
-                used -= 0 if cut.tiles == 1 else self.block.tile * TILE
-                to = [self.refs.partial_ref.at[rows, some] for some in self.columns]
-                shown = [acc * factor for acc in accs]
-                store_first_rows(to, shown, used, interpret=cut.interpret)
+                rows, cut = self.block.partial_rows_of(position.row), self.cut
+                num_rows: Any = cut.q_len * cut.num_heads  # packed rows of the tile that are used
+                num_rows -= 0 if cut.tiles == 1 else self.block.tile * TILE
+                destinations = [self.refs.partial_ref.at[rows, columns] for columns in self.columns]
+                scaled_accs = [acc * factor for acc in accs]
+                store_first_rows(destinations, scaled_accs, num_rows, interpret=cut.interpret)
 
         return pages_before + steps, pages
 
@@ -97,33 +97,33 @@ class PvWarpgroup:
         copies."""
         accs, pages = carry
         cut, shared = self.cut, self.shared
-        now = piece.before + i
-        slot = lax.rem(now, PAGES)
-        values = [shared.kv.at[self.pages.slot_of(quarter, now)] for quarter in range(2)]
+        page_index = piece.before + i
+        slot = lax.rem(page_index, PAGES)
+        values = [shared.kv.at[self.pages.slot_of(quarter, page_index)] for quarter in range(2)]
         plgpu.barrier_wait(shared.p_written.at[slot])
-        self.pages.hand_over_first(pages, now)
+        self.pages.hand_over_first(pages, page_index)
         rescale = plgpu.load(shared.rescale.at[slot], layout=LAYOUT.reduce(1))
         accs = tuple(rescaled(acc, rescale, interpret=cut.interpret) for acc in accs)
-        left = piece.length - (piece.start + i) * PAGE
-        self.pages.clear_tail(values, left)
-        goes_on = i < piece.steps - 1
+        num_tokens_left = piece.length - (piece.start + i) * PAGE
+        self.pages.clear_tail(values, num_tokens_left)
+        has_next = i < piece.steps - 1
 
         if cut.places.held_back:
 
-            @pl.when(goes_on)
+            @pl.when(has_next)
             def _():
-                plgpu.barrier_wait(shared.scores_done.at[lax.rem(now + 1, PAGES)])
+                plgpu.barrier_wait(shared.scores_done.at[lax.rem(page_index + 1, PAGES)])
 
         # The last page's place is loaded again only after the output has left through it.
-        free = goes_on if cut.output_by_tma else jnp.bool_(True)
+        may_refill = has_next if cut.output_by_tma else jnp.bool_(True)
 
         def refill_first() -> None:
             self.pages.wait_for_warps()
-            pl.when(free)(lambda: self.pages.refill(0, pages, now))
+            pl.when(may_refill)(lambda: self.pages.refill(0, pages, page_index))
 
         accs = self._multiplied(
             accs, shared.rope.at[slot], values, refill_first,
-            meanwhile=lambda: self.pages.meanwhile(pages, now),
+            meanwhile=lambda: self.pages.meanwhile(pages, page_index),
         )  # fmt: skip
 
         if cut.rope:
@@ -133,17 +133,17 @@ class PvWarpgroup:
                 plgpu.barrier_arrive(shared.p_read.at[slot])
 
         self.pages.wait_for_warps()
-        pl.when(free)(lambda: self.pages.refill(1, pages, now))
+        pl.when(may_refill)(lambda: self.pages.refill(1, pages, page_index))
         if cut.rope:  # the rope columns take P's place; without them it is freed with the quarters
 
             @pl.when(self.is_right)
             def _():
                 plgpu.barrier_wait(shared.p_read.at[slot])
-                pl.when(free)(lambda: self.pages.refill_rope(pages, now))
+                pl.when(may_refill)(lambda: self.pages.refill_rope(pages, page_index))
 
-        if self.pages.hands_over:
-            pl.when(free)(lambda: self.pages.hand_over(pages, now))
-        return accs, self.pages.later(pages, free)
+        if self.pages.signals_arrival:
+            pl.when(may_refill)(lambda: self.pages.hand_over(pages, page_index))
+        return accs, self.pages.later(pages, may_refill)
 
     def _multiplied(
         self, accs: Any, p: Any, values: Any, between: Callable[[], None], *,
@@ -154,16 +154,16 @@ class PvWarpgroup:
         if self.cut.interpret:
             shape = (TILE, QUARTER)
             meanwhile()
-            both = zip(accs, values, strict=True)
-            done = [wgmma(acc, p, some, shape=shape, interpret=True) for acc, some in both]
+            acc_values = zip(accs, values, strict=True)
+            results = [wgmma(acc, p, tile, shape=shape, interpret=True) for acc, tile in acc_values]
             between()
-            return tuple(done)
+            return tuple(results)
 
         def run(*refs: Any) -> Any:
             for ref, acc in zip(refs, accs, strict=True):
                 ref[...] = acc
-            for ref, some in zip(refs, values, strict=True):
-                plgpu.wgmma(ref, p, some)
+            for ref, tile in zip(refs, values, strict=True):
+                plgpu.wgmma(ref, p, tile)
             meanwhile()
             plgpu.wgmma_wait(1)
             between()
@@ -175,14 +175,14 @@ class PvWarpgroup:
     def _write(self, row: jax.Array, accs: Any, factor: jax.Array, last: jax.Array) -> None:
         """Writes a whole row's output; by TMA, through the place of its last page."""
         cut = self.cut
-        for quarter, (some, acc) in enumerate(zip(self.columns, accs, strict=True)):
-            to = self.refs.out_ref.at[self.block.rows_of(row), some]
+        for quarter, (columns, acc) in enumerate(zip(self.columns, accs, strict=True)):
+            destination = self.refs.out_ref.at[self.block.rows_of(row), columns]
             if not cut.output_by_tma:
-                store(to, (acc * factor).astype(cut.dtype))
+                store(destination, (acc * factor).astype(cut.dtype))
                 continue
-            staged = self.shared.kv.at[self.pages.slot_of(quarter, last)]
-            staged[...] = (acc * factor).astype(cut.dtype)
+            stage = self.shared.kv.at[self.pages.slot_of(quarter, last)]
+            stage[...] = (acc * factor).astype(cut.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, to)
+            plgpu.copy_smem_to_gmem(stage, destination)
         if cut.output_by_tma:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -44,19 +44,19 @@ class QkSoftmaxWarpgroup:
     def run(self) -> None:
         zero = jnp.int32(0)
         queries = self._load_queries(self.part.settle(self.part.first()))
-        taken = self.part.each_piece(self._piece, (zero, zero, queries))[1]
+        num_pieces = self.part.each_piece(self._piece, (zero, zero, queries))[1]
         self.block.each_empty_row(self._write_nothing)  # during the last page's products with P
 
-        @pl.when(taken > 0)
+        @pl.when(num_pieces > 0)
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
 
-    def _load_queries(self, at: Any) -> Any:
+    def _load_queries(self, location: Any) -> Any:
         """Loads the queries of the row at a page that `settle` has found, if there is one. Returns
         their quarters in registers; if there is no such page, those of some row."""
         refs, interpret = self.refs, self.cut.interpret
-        place, page, stop = at
-        row = place.row
+        position, page, stop = location
+        row = position.row
 
         @pl.when(page < stop)
         def _():
@@ -64,11 +64,11 @@ class QkSoftmaxWarpgroup:
             first = self.block.queries(row, 0, QUARTER)
             plgpu.copy_gmem_to_smem(first, refs.q_smem, refs.q_loaded)
             if self.cut.rope:
-                some = self.block.queries(row, RANK, ROPE)
-                plgpu.copy_gmem_to_smem(some, refs.q_rope_smem, refs.q_loaded)
+                source = self.block.queries(row, RANK, ROPE)
+                plgpu.copy_gmem_to_smem(source, refs.q_rope_smem, refs.q_loaded)
             for i in range(3) if interpret else ():
-                some = self.block.queries(row, (1 + i) * QUARTER, QUARTER)
-                plgpu.copy_gmem_to_smem(some, refs.q_others_smem.at[i], refs.q_loaded)
+                source = self.block.queries(row, (1 + i) * QUARTER, QUARTER)
+                plgpu.copy_gmem_to_smem(source, refs.q_others_smem.at[i], refs.q_loaded)
 
         if interpret:
             return ()
@@ -82,16 +82,16 @@ class QkSoftmaxWarpgroup:
         return tuple(plgpu.layout_cast(x, LAYOUT) for x in loaded)
 
     def _piece(
-        self, place: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
+        self, position: SchedulePosition, start: jax.Array, steps: jax.Array, carry: Any
     ) -> Any:
         """Computes the scores and P of a piece's pages."""
         pages_before, pieces_before, q = carry
         plgpu.barrier_wait(self.refs.q_loaded)
         others = q or tuple(self.refs.q_others_smem.at[i] for i in range(3))
-        pages = QkSoftmaxMainloop(self, place.row, start, pages_before, others)
+        pages = QkSoftmaxMainloop(self, position.row, start, pages_before, others)
 
         stop = start + steps
-        following = self.part.settle((place, stop, stop))  # reads lengths early
+        following = self.part.settle((position, stop, stop))  # reads lengths early
         top, total = pages.run(steps)
         # A NaN total is not 0: a NaN among a row's own keys shows in its output. For a row that
         # sees no key the product is 0 * V, NaN where V is: a sum of -1 means write 0.
@@ -102,34 +102,40 @@ class QkSoftmaxWarpgroup:
         def _():
             plgpu.barrier_wait(self.shared.sums_read)
 
-        whole = lambda: steps == self.part.pages_in(pages.length)  # noqa: E731
-        top, total, shown = self._with_sinks(top, total, whole)
-        self.shared.sums[...] = shown
+        is_whole = lambda: steps == self.part.pages_in(pages.length)  # noqa: E731
+        top, total, divisor = self._with_sinks(top, total, is_whole)
+        self.shared.sums[...] = divisor
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.sums_written)
         q = self._load_queries(following)
         lse = jnp.where(empty, -jnp.inf, (top + jnp.log2(total)) * (1 / LOG2E))
         refs, packed = self.refs, self.block.packed
-        self.part.write_lse(refs.lse_ref, refs.partial_lse_ref, packed, place.row, whole(), lse)
+        self.part.write_lse(
+            refs.lse_ref, refs.partial_lse_ref, packed, position.row, is_whole(), lse
+        )
         return pages_before + steps, pieces_before + 1, q
 
-    def _with_sinks(self, top: jax.Array, total: jax.Array, whole: Callable[[], jax.Array]) -> Any:
+    def _with_sinks(
+        self, top: jax.Array, total: jax.Array, is_whole: Callable[[], jax.Array]
+    ) -> Any:
         """Returns (maximum, sum, divisor of the output) of a whole row with its sinks; a split row
         gets them when its pieces are merged. `total` is negative where the row is empty."""
         if self.refs.sinks_ref is None:
             return top, total, total
         sinks = self.refs.sinks_ref.at[self.block.packed]
         sinks = plgpu.load(sinks, layout=BY_ROW, optimized=False)
-        both = with_sink(top, jnp.maximum(total, 0.0), sinks)
-        there = whole() & (total > 0)
+        with_sinks = with_sink(top, jnp.maximum(total, 0.0), sinks)
+        applies_sinks = is_whole() & (total > 0)
         divisor = total + jnp.exp2(sinks * LOG2E - top)  # relative to the maximum without the sink
-        new_top, joined = (jnp.where(there, x, y) for x, y in zip(both, (top, total), strict=True))
-        return new_top, joined, jnp.where(there, divisor, total)
+        new_top, new_total = (
+            jnp.where(applies_sinks, x, y) for x, y in zip(with_sinks, (top, total), strict=True)
+        )
+        return new_top, new_total, jnp.where(applies_sinks, divisor, total)
 
     def _write_nothing(self, row: jax.Array, known: jax.Array | None) -> None:
         lowest = nothing_or_nan(-jnp.inf, known, jnp.float32)
-        nothing = plgpu.layout_cast(jnp.full((TILE,), lowest), BY_ROW)
-        store(self.refs.lse_ref.at[row, self.block.packed], nothing)
+        empty_rows = plgpu.layout_cast(jnp.full((TILE,), lowest), BY_ROW)
+        store(self.refs.lse_ref.at[row, self.block.packed], empty_rows)
 
 
 class QkSoftmaxMainloop:
@@ -200,15 +206,15 @@ class QkSoftmaxMainloop:
 
         def add(acc: Any, quarter: int) -> None:
             if quarter < 0:
-                at, q = slot, refs.q_rope_smem
-                columns, loaded = shared.rope.at[at], shared.rope_loaded
+                slot_index, q = slot, refs.q_rope_smem
+                columns, loaded = shared.rope.at[slot_index], shared.rope_loaded
             else:
                 number = places.slots[quarter]
-                at = slot if number == PAGES else lax.rem(self.before + i, number)
-                at += places.firsts[quarter]
+                slot_index = slot if number == PAGES else lax.rem(self.before + i, number)
+                slot_index += places.firsts[quarter]
                 q = self.others[quarter - 1] if quarter else refs.q_smem
-                columns, loaded = shared.kv.at[at], shared.kv_loaded
-            plgpu.barrier_wait(loaded.at[at])
+                columns, loaded = shared.kv.at[slot_index], shared.kv_loaded
+            plgpu.barrier_wait(loaded.at[slot_index])
             plgpu.wgmma(acc, q, columns.transpose((1, 0)))
 
         def run(acc: Any) -> jax.Array:

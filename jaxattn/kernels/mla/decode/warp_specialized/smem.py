@@ -73,20 +73,20 @@ class MlaDecodeSmem:
 
 
 def shared_types(
-    dtype: Any, latents: LatentFormat, page_size: int, *, gathered: bool = False
+    dtype: Any, latents: LatentFormat, page_size: int, *, keys_from_list: bool = False
 ) -> MlaDecodeSmem:
     tiled, copies, places = swizzled(dtype), copies_of(page_size), PageSlots.of(latents)
     kv_places = sum(places.slots)
     # Arrivals of the warpgroup that has widened or gathered, or of the copies.
-    arrivals = 1 if latents.quantized or gathered else copies
+    arrivals = 1 if latents.quantized or keys_from_list else copies
     stored: dict[str, Any] = {"raw": None, "raw_loaded": None, "raw_scales": None}
     # The rope columns of gathered block-scaled tokens are copied to where they are read.
-    tiles = RAW - (gathered and latents.block_scaled)
+    tiles = RAW - (keys_from_list and latents.block_scaled)
     if latents.quantized:
         raw = plgpu.SMEM((tiles, PAGE, QUARTER), latents.dtype, transforms=SWIZZLED)
         pieces = copies * (1 + latents.block_scaled)
         loaded = plgpu.Barrier(num_arrivals=pieces, num_barriers=RAW)
-        stored |= {"raw": raw, "raw_loaded": None if gathered else loaded}
+        stored |= {"raw": raw, "raw_loaded": None if keys_from_list else loaded}
     if latents.block_scaled:
         stored["raw_scales"] = plgpu.SMEM((tiles, PAGE, SCALE_BYTES), latents.dtype)
     return MlaDecodeSmem(
