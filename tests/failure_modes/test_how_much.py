@@ -232,7 +232,7 @@ def test_a_workspace_is_not_sized_by_a_context_that_the_cache_cannot_hold():
         25_432 * token + int(4.23 * GIB),
         token,
         lambda tokens: split_kv_workspace(**rows, tokens=min(tokens, 131_072)),
-        most=25_432,
+        max_pages=25_432,
     )
     assert found.pages == 25_432 and found.workspace <= 3.18 * GIB
     # With less memory both shrink, and what comes out fits.
