@@ -190,7 +190,7 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
         assert batch.rows.tables.shape == (2, width)
         if entry.kind == "prefill":
             layout = PromptLayout.of(limits, entry.tokens)
-            assert (layout.width, layout.shape) == (width, batch.places.shape)
+            assert (layout.width, layout.shape) == (width, batch.indices.shape)
     # ... the arena holds what each op asks for at that width, ...
     spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
