@@ -39,7 +39,7 @@ class ParamPlace:
         full_shape: The shape in a tree of the whole model.
         engine_shape: The shape over the engine's devices, with each GPU's share on its device.
         leaf: The index of the packed leaf that equals it; None if `pack` computes others from it.
-        is_unsharded: Whether concatenating the GPUs' shares gives the whole model's parameter.
+        is_contiguous: Whether concatenating the GPUs' shares gives the whole model's parameter.
     """
 
     name: str
@@ -47,7 +47,7 @@ class ParamPlace:
     full_shape: jax.ShapeDtypeStruct
     engine_shape: jax.ShapeDtypeStruct
     leaf: int | None
-    is_unsharded: bool
+    is_contiguous: bool
 
 
 class WeightPrograms:
@@ -117,7 +117,7 @@ class WeightPrograms:
             return False
         # A trainer's shards may have the engine's sharding but hold other columns.
         same = value.sharding.is_equivalent_to(own.sharding, own.ndim)
-        return same and (place.is_unsharded or value.sharding == own.sharding)
+        return same and (place.is_contiguous or value.sharding == own.sharding)
 
     def _as_whole(self, path: Any, full_shape: jax.ShapeDtypeStruct) -> bool:
         if self.group is None:

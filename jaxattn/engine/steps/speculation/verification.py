@@ -64,7 +64,7 @@ class DraftTokens(NamedTuple):
         has_guess: Bool[Array, "b"],
         checkpoints: int,
     ) -> Self:
-        """Combines rows with guesses. Rows that are not `has_guess` or have penalties get no draft.
+        """Combines rows with guesses. Rows without `has_guess` or with penalties get no draft.
 
         Args:
             checkpoints: The number of slots between the rows' slots and the spare ones.
