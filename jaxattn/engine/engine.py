@@ -85,7 +85,7 @@ class Engine(EngineLifecycle):
         detokenize: Detokenize | None = None,
         parallel: Parallel = ALONE,
     ):
-        prepared = prepare(
+        build = prepare(
             model,
             params,
             limits,
@@ -96,7 +96,7 @@ class Engine(EngineLifecycle):
             parallel=parallel,
             loaded=True,
         )
-        self._open(prepared, strict, detokenize)
+        self._open(build, strict, detokenize)
 
     @classmethod
     def of(
@@ -137,7 +137,7 @@ class Engine(EngineLifecycle):
             if row is not None:
                 self._endings.end(row, FinishReason.ABORTED)
             elif queued := self.scheduler.remove_waiting(id):
-                self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
+                self._endings.finish(queued.request, FinishReason.ABORTED, source=queued)
             else:
                 return False
             return True
@@ -287,12 +287,14 @@ class Engine(EngineLifecycle):
             row[:] = each.embedding
         return found
 
-    def _run_to_length(self, what: str, requests: list[Request]) -> list[Completion]:
+    def _run_to_length(self, method_name: str, requests: list[Request]) -> list[Completion]:
         """Serves requests and raises RuntimeError unless each one ended by its length."""
         done = self.generate(requests)
         for place, each in enumerate(done):
             if each.finish_reason is not FinishReason.LENGTH:
-                raise RuntimeError(f"{what}: text {place}: {each.finish_reason}: {each.detail}")
+                raise RuntimeError(
+                    f"{method_name}: text {place}: {each.finish_reason}: {each.detail}"
+                )
         return done
 
     def _generate(

@@ -49,10 +49,10 @@ class EngineLifecycle:
     scheduler: Scheduler
     seal: RecompilationGuard
 
-    def _open(self, prepared: EngineBuild, strict: bool, detokenize: Detokenize | None) -> None:
-        self._weights = WeightBuffers(prepared.params) if prepared.params else None
+    def _open(self, build: EngineBuild, strict: bool, detokenize: Detokenize | None) -> None:
+        self._weights = WeightBuffers(build.params) if build.params else None
         # The given parameters would stay in memory next to the packed ones.
-        self._prepared = dataclasses.replace(prepared, params=None)
+        self._build = dataclasses.replace(build, params=None)
         self._runner: ModelRunner | None = None
         self._loop: OverlapLoop | None = None
         self._allocate: Allocate | None = None
@@ -60,21 +60,21 @@ class EngineLifecycle:
         self._owner = ThreadGuard()
         self._next_id = 0
         self.seal = RecompilationGuard(strict=strict)
-        self.scheduler = _scheduler(prepared)
+        self.scheduler = _scheduler(build)
         self._endings = OutputProcessor(self.scheduler, detokenize)
         PROCESS_STATE.opened(self)
 
     @property
     def model(self) -> Model:
-        return self._prepared.model
+        return self._build.model
 
     @property
     def limits(self) -> Limits:
-        return self._prepared.limits
+        return self._build.limits
 
     @property
     def plan(self) -> MemoryPlan:
-        return self._prepared.plan
+        return self._build.plan
 
     @property
     def stats(self) -> GenerationStats:
@@ -83,7 +83,7 @@ class EngineLifecycle:
     @property
     def executables(self) -> dict[str, jax.stages.Compiled]:
         """The compiled steps by name; step_catalog.py lists the arguments of each."""
-        return self._prepared.steps.executables
+        return self._build.steps.executables
 
     @property
     def prefixes(self) -> PrefixCacheStats:
@@ -94,7 +94,7 @@ class EngineLifecycle:
     def implementations(self) -> dict[str, str]:
         """Each decode op with the implementation that runs it: the one that was requested, or
         else the one that the compiled step contains."""
-        named = self._prepared.compiler.implementation
+        named = self._build.compiler.implementation
         text = self.executables[str(entry_points(self.limits)[-1])].as_text() or ""
         calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
         return {
@@ -133,7 +133,7 @@ class EngineLifecycle:
             if params is not None:
                 if self._runner is not None:
                     raise RuntimeError("start: this engine is already running; create another one")
-                devices = self._prepared.devices
+                devices = self._build.devices
                 self._weights = WeightBuffers(CheckedParams.of(self.model, params, devices))
             self._start()
 
@@ -152,39 +152,39 @@ class EngineLifecycle:
         # The other processes wait for this one, and have lost their states too.
         if isinstance(self._runner, DriverRunner):
             lost = "a step of process 0 failed, and its state is lost; start all processes again"
-            self._runner.crew.end_all(lost)
+            self._runner.process_group.end_all(lost)
             raise HostError(lost)
         ran = self._runner is not None
         if self._runner is not None:
             self._runner.delete()
         self._runner = self._loop = None
-        with jax.default_device(of_this_process(self._prepared.devices)[0]):
+        with jax.default_device(of_this_process(self._build.devices)[0]):
             PROCESS_STATE.closed(self)  # the plan already counts this engine's own temp
             try:
-                self._replan(profile_memory(self._prepared, weights, ran=ran))
+                self._replan(profile_memory(self._build, weights, ran=ran))
             finally:
                 PROCESS_STATE.opened(self)
-            devices = self._prepared.devices
+            devices = self._build.devices
             # Not on virtual CPU devices: there it would take longer than the work they are for.
             if len(devices) == 1 or (self._one_process and devices[0].platform == "gpu"):
                 self._weights.compile_own()
-            self._allocate = allocator(self._prepared)
-            state, rows = allocate_state(self._prepared, weights, self._allocate)
-            self._prepared = measured_plan(self._prepared)
+            self._allocate = allocator(self._build)
+            state, rows = allocate_state(self._build, weights, self._allocate)
+            self._build = measured_plan(self._build)
         self._run_with(state, rows)
 
     def _run_with(self, state: DecodeState, rows: DeviceBatch) -> None:
         """Runs the steps on these buffers from now on, and seals the engine."""
         assert self._weights is not None
-        weights, executables = self._weights.leaves, self._prepared.steps.executables
-        group = group_of(self.model, self._prepared.devices)
+        weights, executables = self._weights.leaves, self._build.steps.executables
+        group = group_of(self.model, self._build.devices)
         self._runner = ModelRunner(self.limits, executables, weights, state, rows, self.seal, group)
         self._loop = OverlapLoop(self.scheduler, self._runner, self._endings)
         self.seal.hold((state, rows))
 
     @property
     def _one_process(self) -> bool:
-        return len({device.process_index for device in self._prepared.devices}) == 1
+        return len({device.process_index for device in self._build.devices}) == 1
 
     # --- weight updates, and sharing a device with a trainer
 
@@ -312,21 +312,22 @@ class EngineLifecycle:
             if not self._released:
                 return
             assert self._weights is not None and self._allocate is not None
-            check_room(self._prepared, self._weights.leaves)
+            check_room(self._build, self._weights.leaves)
             state, rows = self._allocate()
             self._released = False
             PROCESS_STATE.opened(self)
             self._run_with(state, rows)
 
-    def _updated(self, what: str) -> WeightBuffers:
+    def _updated(self, method_name: str) -> WeightBuffers:
         """Returns the weights, or raises ValueError if they cannot be changed."""
         if self._weights is None:
             raise ValueError(
-                f"{what}: this engine has no parameters yet: pass them to start(params)"
+                f"{method_name}: this engine has no parameters yet: pass them to start(params)"
             )
         if not self._one_process:
             raise ValueError(
-                f"{what}: not supported for an engine whose devices belong to several processes"
+                f"{method_name}: not supported for an engine whose devices belong to several "
+                "processes"
             )
         return self._weights
 
@@ -349,9 +350,9 @@ class EngineLifecycle:
         if in_flight == "abort":
             for row in list(scheduler.rows.values()):
                 self._endings.end(row, FinishReason.ABORTED)
-            for queued in [each for each in scheduler.waiting if each.admitted is not None]:
+            for queued in [each for each in scheduler.waiting if each.admission_time is not None]:
                 scheduler.waiting.remove(queued)
-                self._endings.finish(queued.request, FinishReason.ABORTED, of=queued)
+                self._endings.finish(queued.request, FinishReason.ABORTED, source=queued)
         scheduler.preempt_all()
         for queued in scheduler.waiting:
             queued.continue_with_new_weights()
@@ -407,12 +408,12 @@ class EngineLifecycle:
             with self.seal.watch():
                 run_worker_loop(self._runner, crew)
 
-    def _replan(self, prepared: EngineBuild) -> None:
+    def _replan(self, build: EngineBuild) -> None:
         """Adopts another plan. If it has fewer pages, waiting requests may be refused."""
-        before, self._prepared = self._prepared, prepared
-        if prepared.limits != before.limits:
+        before, self._build = self._build, build
+        if build.limits != before.limits:
             waiting = self.scheduler.waiting
-            self.scheduler = _scheduler(prepared)
+            self.scheduler = _scheduler(build)
             self._endings.scheduler = self.scheduler
             for queued in waiting:
                 self._submit(queued.request)
@@ -442,10 +443,10 @@ class EngineLifecycle:
         self.close()
 
     def _exclusive(
-        self, what: str, *, nested: bool = False
+        self, method_name: str, *, nested: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """Keeps other threads out; a callback of this thread may make `nested` calls."""
-        return self._owner.alone(what, nested=nested)
+        return self._owner.alone(method_name, nested=nested)
 
     def _submit(self, request: Request) -> None:
         """Queues a request, or refuses it."""
@@ -471,6 +472,6 @@ class EngineLifecycle:
             self._loop.drop()
 
 
-def _scheduler(prepared: EngineBuild) -> Scheduler:
-    model = prepared.model
-    return Scheduler(prepared.limits, model.vocab_size, recurrent=recurrent(model))
+def _scheduler(build: EngineBuild) -> Scheduler:
+    model = build.model
+    return Scheduler(build.limits, model.vocab_size, recurrent=recurrent(model))

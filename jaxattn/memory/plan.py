@@ -159,19 +159,19 @@ class MemoryPlan:
         if self.budget is None or self.reserve is None or self.reserve >= 0:
             return
         largest = max(self.items, key=lambda item: item.nbytes)
-        allowed, held, over = self.budget.arrays(self.outside), 0, largest
+        allowed, held, excess = self.budget.arrays(self.outside), 0, largest
         # If nothing is allowed, the items outside of JAX's allocator exceed the budget.
         for item in self.items:
             held += item.nbytes if item.outside == (allowed == 0) else 0
             if held > (allowed or self.budget.total * (1 - self.budget.utilization)):
-                over = item
+                excess = item
                 break
         also = f"; the largest is the {largest.name} with {largest.nbytes:,} ({largest.why})"
         self.refuse(
             f"{self.inside:,} bytes are needed, but only {allowed:,} are allowed: "
             f"{self.budget.reason(self.outside)}; "
-            f"the item that does not fit is the {over.name} with {over.nbytes:,} ({over.why})"
-            + ("" if largest is over else also),
+            f"the item that does not fit is the {excess.name} with {excess.nbytes:,} ({excess.why})"
+            + ("" if largest is excess else also),
             advice(),
         )
 
@@ -195,10 +195,10 @@ def nbytes_each(tree: Any) -> int:
     )
 
 
-def check_allocated(what: str, tree: Any, planned: int) -> None:
+def check_allocated(name: str, tree: Any, planned: int) -> None:
     """Raises PlanError unless the arrays take exactly the planned bytes on each device."""
     if (got := nbytes_each(tree)) != planned:
-        raise PlanError(f"{what}: the plan has {planned:,} bytes, but {got:,} were allocated")
+        raise PlanError(f"{name}: the plan has {planned:,} bytes, but {got:,} were allocated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +215,7 @@ def solve(
     page_bytes: int,
     workspace: Callable[[int], int],
     *,
-    most: int | None = None,
+    max_pages: int | None = None,
 ) -> CapacitySolution:
     """Finds the largest number of pages with `pages * page_bytes + workspace(pages) <= available`.
 
@@ -227,7 +227,7 @@ def solve(
     Args:
         available: The bytes that pages and workspace share.
         workspace: The bytes of the workspace for a number of pages; it must be non-decreasing.
-        most: The maximum number of pages; None for no maximum.
+        max_pages: The maximum number of pages; None for no maximum.
 
     Returns:
         The solution, with 0 pages if not even one fits.
@@ -237,7 +237,7 @@ def solve(
 
     def fitting(reserved: int) -> int:
         pages = max(available - reserved, 0) // page_bytes
-        return pages if most is None else min(pages, most)
+        return pages if max_pages is None else min(pages, max_pages)
 
     high = fitting(0)
     low = fitting(workspace(high))

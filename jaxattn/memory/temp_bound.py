@@ -73,16 +73,16 @@ NEW, OWNED = "new", "owned"
 Cost = str | int
 
 
-def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
+def _peak(jaxpr: Any, donated_indices: set[int]) -> tuple[int, list[Cost]]:
     """Returns (the peak bytes besides the arguments, the cost of each output for the caller)."""
-    donated = {var for i, var in enumerate(jaxpr.invars) if i in owned}
+    donated = {var for i, var in enumerate(jaxpr.invars) if i in donated_indices}
     # The variable whose bytes a view shares. The caller holds those of arguments.
     root = {var: var for var in jaxpr.invars}
-    inside, made = list[int](), list[list[Any]]()
+    inner_bytes, created = list[int](), list[list[Any]]()
     for eqn in jaxpr.eqns:
         size, costs = _equation(eqn, donated)
-        inside.append(size)
-        made.append([])
+        inner_bytes.append(size)
+        created.append([])
         for var, cost in zip(eqn.outvars, costs, strict=True):
             if cost == OWNED:
                 donated.add(var)
@@ -91,7 +91,7 @@ def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
                 continue
             root[var] = var
             if cost != OWNED:
-                made[-1].append(var)
+                created[-1].append(var)
 
     last = {root.get(var): len(jaxpr.eqns) for var in jaxpr.outvars if isinstance(var, core.Var)}
     for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
@@ -99,11 +99,11 @@ def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
             if isinstance(var, core.Var):
                 last.setdefault(root.get(var), i)
     ending = [list[Any]() for _ in range(len(jaxpr.eqns) + 1)]
-    for var in (var for some in made for var in some):
+    for var in (var for some in created for var in some):
         ending[last[var]].append(var)
     alive = peak = 0
-    for i, size in enumerate(inside):
-        alive += sum(_size(var.aval) for var in made[i])
+    for i, size in enumerate(inner_bytes):
+        alive += sum(_size(var.aval) for var in created[i])
         peak = max(peak, alive + size)
         alive -= sum(_size(var.aval) for var in ending[i])
 
@@ -120,21 +120,21 @@ def _peak(jaxpr: Any, owned: set[int]) -> tuple[int, list[Cost]]:
 def _equation(eqn: Any, donated: set[Any]) -> tuple[int, list[Cost]]:
     """Returns (the bytes inside the equation besides its outputs, the cost of each output)."""
     name = eqn.primitive.name
-    held = [isinstance(v, core.Var) and v in donated for v in eqn.invars]
+    is_donated = [isinstance(v, core.Var) and v in donated for v in eqn.invars]
     inner = [_jaxpr(value) for value in eqn.params.values() if _jaxpr(value) is not None]
     if name == "cond":
-        branches = [_peak(_jaxpr(b), _places(held[1:])) for b in eqn.params["branches"]]
+        branches = [_peak(_jaxpr(b), _places(is_donated[1:])) for b in eqn.params["branches"]]
         each = zip(*(costs for _, costs in branches), strict=True)
         owned = [all(cost == OWNED for cost in costs) for costs in each]
         return max(size for size, _ in branches), _owned(owned)
     if name == "while":
         condition, body = _jaxpr(eqn.params["cond_jaxpr"]), _jaxpr(eqn.params["body_jaxpr"])
-        size, costs = _peak(body, _places(held[eqn.params["cond_nconsts"] :]))
+        size, costs = _peak(body, _places(is_donated[eqn.params["cond_nconsts"] :]))
         kept = _owned([cost == OWNED for cost in costs])
         return max(size, _peak(condition, set())[0]), kept
     if name == "scan":
         body = inner[0]
-        size, costs = _peak(body, _places(held))
+        size, costs = _peak(body, _places(is_donated))
         pairs_in = zip(eqn.invars, body.invars, strict=True)
         size += sum(_size(b.aval) for a, b in pairs_in if _size(a.aval) != _size(b.aval))
         pairs = zip(eqn.outvars, body.outvars, costs, strict=True)
@@ -143,35 +143,41 @@ def _equation(eqn: Any, donated: set[Any]) -> tuple[int, list[Cost]]:
             [c == OWNED and _size(out.aval) == _size(var.aval) for out, var, c in pairs]
         )
     if name == "pallas_call" or "gpu" in name or "mosaic" in name:
-        return 0, _owned([_matches(var, eqn.invars, held) for var in eqn.outvars])
+        return 0, _owned([_matches(var, eqn.invars, is_donated) for var in eqn.outvars])
     if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars):
-        size, costs = _peak(inner[0], _places(held))  # a call, which XLA inlines
+        size, costs = _peak(inner[0], _places(is_donated))  # a call, which XLA inlines
         outs = zip(eqn.outvars, costs, strict=True)
         return size - sum(_size(var.aval) for var, cost in outs if cost == NEW), costs
     inside = max((_peak(jaxpr, set())[0] for jaxpr in inner), default=0)
     if name == "optimization_barrier":  # each result is its operand
-        return inside, [OWNED if mine else place for place, mine in enumerate(held)]
-    if name in _VIEWS and not held[0] and _size(eqn.invars[0].aval) == _size(eqn.outvars[0].aval):
+        return inside, [OWNED if mine else place for place, mine in enumerate(is_donated)]
+    if (
+        name in _VIEWS
+        and not is_donated[0]
+        and _size(eqn.invars[0].aval) == _size(eqn.outvars[0].aval)
+    ):
         return inside, [0]
     if name in _IN_PLACE or name.startswith("scatter"):
-        return inside, _owned([held[0] and _matches(v, eqn.invars, held) for v in eqn.outvars])
+        return inside, _owned(
+            [is_donated[0] and _matches(v, eqn.invars, is_donated) for v in eqn.outvars]
+        )
     return inside, [NEW] * len(eqn.outvars)
 
 
-def _owned(which: list[bool]) -> list[Cost]:
-    return [OWNED if mine else NEW for mine in which]
+def _owned(is_donated: list[bool]) -> list[Cost]:
+    return [OWNED if mine else NEW for mine in is_donated]
 
 
-def _matches(out: Any, operands: Any, held: list[bool]) -> bool:
+def _matches(out: Any, operands: Any, is_donated: list[bool]) -> bool:
     """Whether an operand that may be overwritten has as many bytes as the output."""
     return any(
         mine and _size(var.aval) == _size(out.aval)
-        for var, mine in zip(operands, held, strict=True)
+        for var, mine in zip(operands, is_donated, strict=True)
     )
 
 
-def _places(held: list[bool]) -> set[int]:
-    return {i for i, mine in enumerate(held) if mine}
+def _places(is_donated: list[bool]) -> set[int]:
+    return {i for i, mine in enumerate(is_donated) if mine}
 
 
 def _jaxpr(value: Any) -> Any:

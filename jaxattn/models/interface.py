@@ -273,16 +273,16 @@ class Model(abc.ABC):
         state: DecodeState,
         batch: DecodeBatch,
         hidden: Float[Array, "B S hidden"],
-        last: Int[Array, "B"],
+        last_indices: Int[Array, "B"],
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], Float[Array, "B hidden"], DecodeState]:
-        """Guesses the token after each row's token at `last`.
+        """Guesses the token after each row's token at `last_indices`.
 
         Args:
             batch: The tokens that follow those of `hidden`, at the positions of the latter.
             hidden: The head's input for cached tokens, or this method's second result for a guess.
-            last: int32 [B], below S.
+            last_indices: int32 [B], below S.
 
         Returns:
             Float32 logits of the guess; the `hidden` for the next guess; and the state, in which
@@ -441,20 +441,20 @@ def named_params(params: Any) -> dict[str, Any]:
 
 
 def param_differences(
-    expected: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]], found: Mapping[str, Any]
+    expected: Mapping[str, tuple[jax.ShapeDtypeStruct, ...]], named: Mapping[str, Any]
 ) -> list[str]:
     """Describes how named parameters differ from the expected ones, each of several shapes."""
-    wrong = []
+    problems = []
     for name, shapes in expected.items():
-        leaf = found.get(name)
+        leaf = named.get(name)
         actual = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if any(actual == (shape.shape, shape.dtype) for shape in shapes):
             continue
-        is_ = "is missing" if name not in found else f"is {_described(leaf)}"
+        is_ = "is missing" if name not in named else f"is {_described(leaf)}"
         wanted = " or ".join(dict.fromkeys(map(_described, shapes)))
-        wrong.append(f"parameter {name!r} {is_}; expected {wanted}")
-    wrong += [f"unexpected parameter {name!r}" for name in found if name not in expected]
-    return wrong
+        problems.append(f"parameter {name!r} {is_}; expected {wanted}")
+    problems += [f"unexpected parameter {name!r}" for name in named if name not in expected]
+    return problems
 
 
 def _described(leaf: Any) -> str:

@@ -148,23 +148,23 @@ class ContextParallelPages:
             `mailbox` and `merge`, if they exist).
         """
         widths = [x.shape[-1] for x in heads]
-        batch, q_len, own, _ = heads[0].shape
-        together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, own, -1)
+        batch, q_len, num_heads, _ = heads[0].shape
+        together = jnp.concatenate(heads, axis=-1).reshape(batch * q_len, 1, num_heads, -1)
         with jax.named_scope("context_gather"):
             together, mailbox = self._gathered(together)
         parts = jnp.split(together, _ends(widths), axis=-1)
         where = self.tables, BoundedLengths(self.lens, self.most)
         if self.merge is not None:
-            merge = ContextParallelMerge(self.merge, self.axes, self.ways * own)
-            out, after, rest = attend(parts, *where, merge=merge)
+            merge = ContextParallelMerge(self.merge, self.axes, self.ways * num_heads)
+            out, after, extras = attend(parts, *where, merge=merge)
             boxes = [mailbox or self.mailbox, after]
-            shape = batch, q_len, own, out.shape[-1]
-            return out.reshape(shape), rest, [each for each in boxes if each is not None]
-        out, lse, rest = attend(parts, *where)
+            shape = batch, q_len, num_heads, out.shape[-1]
+            return out.reshape(shape), extras, [each for each in boxes if each is not None]
+        out, lse, extras = attend(parts, *where)
         with jax.named_scope("context_merge"):
-            shape = batch, q_len, own, out.shape[-1]
+            shape = batch, q_len, num_heads, out.shape[-1]
             if mailbox is None or out.dtype.itemsize != 2:
-                sent = _pack_out_lse(out, lse).reshape(batch, q_len, self.ways, own, -1)
+                sent = _pack_out_lse(out, lse).reshape(batch, q_len, self.ways, num_heads, -1)
                 met = lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=0)
                 met = met.reshape(self.ways, *shape[:3], -1)
             else:
@@ -172,13 +172,13 @@ class ContextParallelPages:
             merged, _ = merge_attention_states(*_unpack_out_lse(met, out.dtype))
         merged = merged.astype(out.dtype).reshape(shape)
         given = [each for each in (mailbox or self.mailbox,) if each is not None]
-        return merged, rest, given
+        return merged, extras, given
 
-    def row_positions(self, own: Int[Array, "*B"]) -> Int[Array, "*B"]:
+    def row_positions(self, local_positions: Int[Array, "*B"]) -> Int[Array, "*B"]:
         """Returns the positions in their row of tokens in this GPU's pages; -1 stays -1."""
         page = self.most // self.tables.shape[1]
-        stripe, gpu = own // page * self.ways, lax.axis_index(self.axes)
-        return jnp.where(own < 0, -1, (stripe + gpu) * page + own % page)
+        stripe, gpu = local_positions // page * self.ways, lax.axis_index(self.axes)
+        return jnp.where(local_positions < 0, -1, (stripe + gpu) * page + local_positions % page)
 
     def own_positions(self, positions: Int[Array, "B S K"]) -> Int[Array, "rows 1 K"]:
         """The inverse, for rows of one new token; -1 for a token in another GPU's pages."""
@@ -232,19 +232,19 @@ def _pack_out_lse(out: Float[Array, "*h R"], lse: Float[Array, "*h"]) -> Array:
     return jnp.concatenate([*bits], axis=-1)
 
 
-def _unpack_out_lse(joined: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
+def _unpack_out_lse(packed: Array, dtype: Any) -> tuple[Float[Array, "*h R"], Float[Array, "*h"]]:
     """The inverse of `_pack_out_lse`, in float32 or wider."""
-    if joined.dtype != jnp.uint16:
-        return joined[..., :-1], joined[..., -1]
-    out = lax.bitcast_convert_type(joined[..., :-2], dtype)
-    return out.astype(jnp.float32), lax.bitcast_convert_type(joined[..., -2:], jnp.float32)
+    if packed.dtype != jnp.uint16:
+        return packed[..., :-1], packed[..., -1]
+    out = lax.bitcast_convert_type(packed[..., :-2], dtype)
+    return out.astype(jnp.float32), lax.bitcast_convert_type(packed[..., -2:], jnp.float32)
 
 
 def own_lengths(
-    lens: Int[Array, "*B"], gpu: Int[Array, ""] | int, ways: int, page_size: int
+    lens: Int[Array, "*B"], gpu: Int[Array, ""] | int, num_gpus: int, page_size: int
 ) -> Int[Array, "*B"]:
-    """Returns how many of a row's first tokens lie in the pages of GPU `gpu` of `ways`."""
-    stripe = ways * page_size
+    """Returns how many of a row's first tokens lie in the pages of GPU `gpu` of `num_gpus`."""
+    stripe = num_gpus * page_size
     return lens // stripe * page_size + jnp.clip(lens % stripe - gpu * page_size, 0, page_size)
 
 
@@ -270,7 +270,7 @@ def prefix_of(
         (pages [B * M * N, ...] of the layer, the tables of all places, None as layer). If each GPU
         has all pages, the arguments are returned.
     """
-    axes, ways = parallel.axes("context"), parallel.size("context")
+    axes, num_gpus = parallel.axes("context"), parallel.size("context")
     if not axes:
         return kv_cache, block_tables, layer
     batch, width = block_tables.shape
@@ -279,8 +279,8 @@ def prefix_of(
         # Entries after a row's last page may be invalid; no op uses the pages that they read.
         own = kv_cache.at[index].get(mode="clip")
         met = jnp.moveaxis(lax.all_gather(own, axes), 0, 2)
-        pages = met.reshape(batch * width * ways, *own.shape[2:])
-    tables = jnp.arange(batch * width * ways, dtype=jnp.int32).reshape(batch, -1)
+        pages = met.reshape(batch * width * num_gpus, *own.shape[2:])
+    tables = jnp.arange(batch * width * num_gpus, dtype=jnp.int32).reshape(batch, -1)
     return pages, tables, None
 
 

@@ -89,13 +89,13 @@ class DeviceGroup:
             specs = jax.tree.leaves(_spread(in_specs, arguments), is_leaf=_is_spec)
             # Packed parameters have empty arrays. They are created inside, because XLA's
             # partitioner (jax 0.11.2) crashes on them.
-            full = [place for place, leaf in enumerate(leaves) if leaf.size]
+            nonempty = [place for place, leaf in enumerate(leaves) if leaf.size]
 
-            def on_each(*given: jax.Array) -> Any:
+            def on_each(*arrays: jax.Array) -> Any:
                 made = [
                     jnp.zeros(leaf.shape, leaf.dtype) if not leaf.size else None for leaf in leaves
                 ]
-                for place, leaf in zip(full, given, strict=True):
+                for place, leaf in zip(nonempty, arrays, strict=True):
                     made[place] = leaf
                 return step(*jax.tree.unflatten(structure, made))
 
@@ -103,10 +103,10 @@ class DeviceGroup:
             return jax.shard_map(
                 on_each,
                 mesh=self.mesh,
-                in_specs=tuple(specs[place] for place in full),
+                in_specs=tuple(specs[place] for place in nonempty),
                 out_specs=out_specs,
                 check_vma=False,
-            )(*(leaves[place] for place in full))
+            )(*(leaves[place] for place in nonempty))
 
         return over_all
 

@@ -50,9 +50,11 @@ def collectives_bytes(group: DeviceGroup) -> int:
     before = _held(group)
     _run_collectives_with_timeout(group)
     after = _held(group)
-    if before.own and after.own:
-        return max(0, *(late - early for early, late in zip(before.own, after.own, strict=True)))
-    taken = (late - early for early, late in zip(before.all, after.all, strict=True))
+    if before.process and after.process:
+        return max(
+            0, *(late - early for early, late in zip(before.process, after.process, strict=True))
+        )
+    taken = (late - early for early, late in zip(before.device, after.device, strict=True))
     return max(0, min(taken, default=0))
 
 
@@ -88,43 +90,43 @@ def _run_collectives_with_timeout(group: DeviceGroup, seconds: float = SECONDS) 
     """
     if _processes(group) == 1:
         return _run_collectives(group)
-    found: list[BaseException | None] = []
-    ended: list[None] = []  # an item per finished program
+    outcomes: list[BaseException | None] = []
+    finished: list[None] = []  # an item per finished program
 
     def meet() -> None:
         try:
-            _run_collectives(group, lambda: ended.append(None))
+            _run_collectives(group, lambda: finished.append(None))
         except BaseException as error:
-            found.append(error)
+            outcomes.append(error)
         else:
-            found.append(None)
+            outcomes.append(None)
 
     # A call that waits for another process cannot be cancelled, so it runs in a daemon thread.
     thread = threading.Thread(target=meet, daemon=True)
     thread.start()
     before = -1
-    while not found and len(ended) > before:
-        before = len(ended)
+    while not outcomes and len(finished) > before:
+        before = len(finished)
         thread.join(seconds)
-    if not found:
+    if not outcomes:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} of several processes did not "
             f"connect within {seconds:.0f} s; {VARIABLE} must contain {OFF} before JAX starts, "
             "and NCCL_DEBUG=INFO shows what they wait for"
         )
-    if found[0] is not None:
-        raise found[0]
+    if outcomes[0] is not None:
+        raise outcomes[0]
     return None
 
 
-def _run_collectives(group: DeviceGroup, ended: Callable[[], None] = lambda: None) -> None:
+def _run_collectives(group: DeviceGroup, on_program_end: Callable[[], None] = lambda: None) -> None:
     """Runs a small collective of each kind over all devices of a group.
 
     With several processes it also runs them in each set of devices that a step may use, and then in
     all sets in one program.
 
     Args:
-        ended: A function that is called after each program.
+        on_program_end: A function that is called after each program.
 
     Raises:
         CollectiveError: A collective failed.
@@ -139,7 +141,7 @@ def _run_collectives(group: DeviceGroup, ended: Callable[[], None] = lambda: Non
     try:
         for program in programs:
             jax.block_until_ready(group.make(program, group.each))
-            ended()
+            on_program_end()
     except jax.errors.JaxRuntimeError as error:
         raise CollectiveError(
             f"the devices {', '.join(map(str, group.devices))} cannot communicate: "
@@ -148,7 +150,7 @@ def _run_collectives(group: DeviceGroup, ended: Callable[[], None] = lambda: Non
         ) from error
 
 
-def _each_kind(group: DeviceGroup, sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
+def _each_kind(group: DeviceGroup, axis_sets: Sequence[tuple[str, ...]]) -> Callable[[], jax.Array]:
     """Returns a program with a collective of each kind over these axes, one set after another."""
 
     def program() -> jax.Array:
@@ -156,7 +158,7 @@ def _each_kind(group: DeviceGroup, sets: Sequence[tuple[str, ...]]) -> Callable[
         # joins independent sums, and computes sums of equal numbers without communication.
         own = lax.axis_index(group.parallel.axes("all"))
         x = jnp.zeros(SMALL, jnp.float32)
-        for axes in sets:
+        for axes in axis_sets:
             x = lax.psum(x[:SMALL] + own, axes)
             x = lax.psum(jnp.resize(x, (LARGE,)) + own, axes)
             x = lax.all_gather(x[:SMALL] + own, axes)
@@ -170,12 +172,12 @@ class _DeviceUsage(NamedTuple):
     """The bytes outside of JAX's pool, for each device of this process.
 
     Attributes:
-        own: The bytes of this process; empty if they are unknown for a device.
-        all: The bytes of all processes; empty if the free memory is unknown.
+        process: The bytes of this process; empty if they are unknown for a device.
+        device: The bytes of all processes; empty if the free memory is unknown.
     """
 
-    own: list[int]
-    all: list[int]
+    process: list[int]
+    device: list[int]
 
 
 def _held(group: DeviceGroup) -> _DeviceUsage:

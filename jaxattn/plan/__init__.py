@@ -83,7 +83,7 @@ def plan(
     model = model.with_cache_format(limits.cache_format, limits.native_layers)
     one = DevicePlan(model=model, params=packed_shapes(model), traced=model, memory=memory)
 
-    def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
-        return advice(model, tried, memory, one.params, known, **one.beside)
+    def helps(candidate: Limits, executables: dict[str, ExecutableMemory]) -> tuple[str, ...]:
+        return advice(model, candidate, memory, one.params, executables, **one.beside)
 
     return one.checked(limits, helps)

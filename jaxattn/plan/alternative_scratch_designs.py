@@ -32,7 +32,7 @@ class ScratchComparison:
 
     name: str
     nbytes: int
-    ours: int
+    arena_bytes: int
     why: str
 
 
@@ -66,7 +66,7 @@ def partial_results(
 
     They are float32 outputs in the arena, with an LSE for each.
     """
-    most = 0
+    max_bytes = 0
     for doubled in range(rows.bit_length()):
         spec = gqa.scratch(
             batch=min(2**doubled, rows), q_len=1, num_heads=heads, num_kv_heads=kv_heads,
@@ -75,8 +75,8 @@ def partial_results(
         shapes = dict(spec.regions)
         if "partial_out" in shapes:
             outputs = nbytes(shapes["partial_out"])
-            most = max(most, outputs + outputs // dim)
-    return most
+            max_bytes = max(max_bytes, outputs + outputs // dim)
+    return max_bytes
 
 
 def published() -> tuple[ScratchComparison, ...]:
@@ -84,7 +84,7 @@ def published() -> tuple[ScratchComparison, ...]:
     r1 = dict(rows=2048, heads=128, rank=512)
     qwen, llama = (dict(rows=1024, heads=heads, splits=32, dim=128) for heads in (64, 32))
     sglang = dict(rows=2048, heads=32, dim=128)
-    ours = partial(partial_results, kv_heads=8, dim=128)
+    gqa_results = partial(partial_results, kv_heads=8, dim=128)
     return (
         ScratchComparison(
             "DeepSeek-R1, 2048 rows",
@@ -95,36 +95,38 @@ def published() -> tuple[ScratchComparison, ...]:
         ScratchComparison(
             "TurboQuant, 60 layers, 64 heads, 1024 rows",
             per_layer_splits(**qwen, layers=60),
-            ours(rows=1024, heads=64, tokens=40_960),
+            gqa_results(rows=1024, heads=64, tokens=40_960),
             "32 splits' partial results in each layer, against those of 132 parts",
         ),
         ScratchComparison(
             "TurboQuant, Llama-3.1-70B on 2 GPUs, 1024 rows",
             per_layer_splits(**llama, layers=76),
-            ours(rows=1024, heads=32, kv_heads=4, tokens=131_072),
+            gqa_results(rows=1024, heads=32, kv_heads=4, tokens=131_072),
             "the same with 76 layers and 32 heads per GPU",
         ),
         ScratchComparison(
             "SGLang, 131,072 context, 25,432 cached tokens",
             split_kv_workspace(**sglang, tokens=131_072),
-            ours(rows=2048, heads=32, tokens=131_072),
+            gqa_results(rows=2048, heads=32, tokens=131_072),
             "a workspace for the longest context, against partial results of 132 parts",
         ),
     )
 
 
-def of_model(model: ModelSizes, rows: int, ways: int, arena: int) -> Sequence[ScratchComparison]:
+def of_model(
+    model: ModelSizes, rows: int, num_shards: int, arena: int
+) -> Sequence[ScratchComparison]:
     """Compares one decode output per layer of the model with its planned arena."""
-    found = 0
-    for cache in model.caches(ways):
+    output_bytes = 0
+    for cache in model.caches(num_shards):
         if isinstance(cache, LatentPages):
-            heads, rank = model.num_heads // ways, cache.format.kv_lora_rank
-            found += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
+            heads, rank = model.num_heads // num_shards, cache.format.kv_lora_rank
+            output_bytes += per_layer_output(rows=rows, heads=heads, rank=rank, layers=cache.layers)
         elif isinstance(cache, KeyValuePages | TurboquantPages):
-            heads, dim = model.num_heads // ways, cache.head_dim
-            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
+            heads, dim = model.num_heads // num_shards, cache.head_dim
+            output_bytes += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
         elif isinstance(cache, RecurrentState):
             heads, dim, _ = cache.state_shape
-            found += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
+            output_bytes += per_layer_output(rows=rows, heads=heads, rank=dim, layers=cache.layers)
     why = f"decode outputs of {rows:,} rows in each layer, against the planned arena"
-    return (ScratchComparison(model.name, found, arena, why),)
+    return (ScratchComparison(model.name, output_bytes, arena, why),)

@@ -61,11 +61,11 @@ class DevicePlan:
         driver = DRIVER if self.on_hopper else 0
         return {"outside": driver, "outside_basis": "assumed"}
 
-    def checked(self, limits: Limits, helps: Helps = lambda *_: ()) -> MemoryPlan:
+    def checked(self, limits: Limits, advise: Helps = lambda *_: ()) -> MemoryPlan:
         """Returns the plan, with the pages that fit if `limits` leave their number open.
 
         Args:
-            helps: A function that returns advice if the plan does not fit. Its arguments are the
+            advise: A function that returns advice if the plan does not fit. Its arguments are the
                 limits and the memory of their executables.
 
         Raises:
@@ -73,35 +73,35 @@ class DevicePlan:
         """
         choice = self.chosen(limits)
         limits = choose_decode_steps(choice.limits, self.params, gpu=self.on_hopper)
-        return dataclasses.replace(self, choices=choice.reasons)._checked(limits, helps)
+        return dataclasses.replace(self, choices=choice.reasons)._checked(limits, advise)
 
-    def _checked(self, limits: Limits, helps: Helps) -> MemoryPlan:
+    def _checked(self, limits: Limits, advise: Helps) -> MemoryPlan:
         """`checked` for limits that leave only the number of pages open."""
-        asked = limits.num_pages
-        if asked is None:
+        requested_pages = limits.num_pages
+        if requested_pages is None:
             limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
         # Check the plan without executables first, since tracing is slow. Temp grows with the
         # pages.
-        least = limits if asked else dataclasses.replace(limits, num_pages=1)
-        self._plan(least, {}).check(lambda: helps(least, {}))
-        if asked is None:
+        least = limits if requested_pages else dataclasses.replace(limits, num_pages=1)
+        self._plan(least, {}).check(lambda: advise(least, {}))
+        if requested_pages is None:
             for known in () if self.choices else self._growing(least):
-                self._plan(least, known).check(functools.partial(helps, least, known))
+                self._plan(least, known).check(functools.partial(advise, least, known))
             row = dataclasses.replace(limits, num_pages=limits.pages_per_row)
             known = self._bounds(row)
             limits = fill(self.model, limits, self.memory, self.params, known, **self.beside)
         known = self._bounds(limits)
         made = self._plan(limits, known)
-        check_row(made, limits, lambda: helps(limits, known), wanted=asked)
+        check_row(made, limits, lambda: advise(limits, known), requested_pages=requested_pages)
         return made
 
     def chosen(self, limits: Limits) -> LimitsChoice:
         """Chooses the limits that are left open, as an engine does."""
 
-        def bounds(tried: Limits) -> dict[str, ExecutableMemory]:
-            steps = largest_steps(tried)
+        def bounds(candidate: Limits) -> dict[str, ExecutableMemory]:
+            steps = largest_steps(candidate)
             return {
-                str(each): _bound_in(self.traced, each, tried, self.on_hopper) for each in steps
+                str(each): _bound_in(self.traced, each, candidate, self.on_hopper) for each in steps
             }
 
         beside = {key: value for key, value in self.beside.items() if key != "outside_basis"}
@@ -112,7 +112,7 @@ class DevicePlan:
             platform="gpu" if self.on_hopper else "cpu",
             params=self.params,
             bounds=bounds,
-            beside=beside,
+            other_bytes=beside,
         )
 
     def filled(self, limits: Limits) -> int | None:
@@ -138,8 +138,8 @@ class DevicePlan:
     def _bounds(self, limits: Limits) -> dict[str, ExecutableMemory]:
         return traced_bounds(self.traced, limits, self.on_hopper)
 
-    def _plan(self, limits: Limits, known: dict[str, ExecutableMemory]) -> MemoryPlan:
-        made = plan_engine(self.model, limits, self.memory, self.params, known, **self.beside)
+    def _plan(self, limits: Limits, executables: dict[str, ExecutableMemory]) -> MemoryPlan:
+        made = plan_engine(self.model, limits, self.memory, self.params, executables, **self.beside)
         return dataclasses.replace(self.dress(made, limits), choices=self.choices)
 
 
@@ -222,23 +222,23 @@ def _packed(model: Model, on_hopper: bool) -> Any:
 
 def single(model: DecoderSizes, memory: DeviceMemory, place: ModelPlacement) -> DevicePlan:
     """Returns the plan of a known model on one GPU."""
-    own = with_local_heads(model.model, 1, place.stored_dtype)
+    local_model = with_local_heads(model.model, 1, place.stored_dtype)
 
-    def dress(made: MemoryPlan, limits: Limits) -> MemoryPlan:
+    def dress(plan: MemoryPlan, limits: Limits) -> MemoryPlan:
         weights = weight_items(model, place)
-        rest = [item for item in made.items if item.name != "weights"]
+        rest = [item for item in plan.items if item.name != "weights"]
         return dataclasses.replace(
-            made,
+            plan,
             items=(*weights, *rest),
             title=title(model, limits, place, memory),
             notes=notes(model, limits, place),
         )
 
     return DevicePlan(
-        model=own,
-        params=packed_shapes(own),
+        model=local_model,
+        params=packed_shapes(local_model),
         # A float8 cache needs scales, which no model's steps take.
-        traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else own,
+        traced=model.model if place.stored_dtype == CACHE_DTYPES["float8"] else local_model,
         memory=memory,
         dress=dress,
     )

@@ -36,7 +36,7 @@ def plan_group(
     """
     weights = weight_items(model, place)
     page = page_bytes(model, place)
-    own = caches(model, place)
+    layer_caches = caches(model, place)
     temp, temps = _temp(model, limits, place)
     in_out = limits.batch * max(limits.q_lens) * 4 * 2 + limits.batch * 4 * limits.pages_per_row
     utilization = 0.9 if limits.utilization is None else limits.utilization
@@ -48,7 +48,7 @@ def plan_group(
     outside += held_elsewhere(memory)
     room = budget.arrays(sum(item.nbytes for item in outside))
     # The bytes that do not depend on the pages: at least one page, and the slots.
-    held = sum(item.nbytes for item in _cache_items(own, limits, 1)) - page
+    held = sum(item.nbytes for item in _cache_items(layer_caches, limits, 1)) - page
     fixed = sum(item.nbytes for item in weights) + held + temp + in_out
     solved = pages_and_arena(model, limits, place, room - fixed, page)
     pages = limits.num_pages or solved.pages
@@ -56,7 +56,7 @@ def plan_group(
     items = (
         *weights,
         arena_item(_scratch(model, limits, place, width), limits.batch),
-        *_cache_items(own, limits, pages),
+        *_cache_items(layer_caches, limits, pages),
         PlanItem("step inputs and outputs", in_out, "tokens, lengths, block tables", (), "bound"),
         PlanItem("xla temp", temp, temps, (), "bound"),
         *outside,
@@ -87,7 +87,7 @@ def pages_and_arena(
         width = min(limits.pages_per_row, max(pages, 1))
         return overlaid(_scratch(model, limits, place, width)).nbytes
 
-    return solve(room, page, arena, most=limits.wanted_pages)
+    return solve(room, page, arena, max_pages=limits.wanted_pages)
 
 
 def _scratch(
@@ -95,7 +95,7 @@ def _scratch(
 ) -> tuple[ArenaSpec, ...]:
     # If each GPU has its own rows, all of them may choose the experts of one GPU.
     gathered = place.gpus if place.attention == "data" else 1
-    sizes = {"max_pages": width, "ways": place.ways, "gathered": gathered}
+    sizes = {"max_pages": width, "num_shards": place.ways, "gathered": gathered}
     return tuple(
         spec
         for batch in limits.batches
@@ -104,9 +104,9 @@ def _scratch(
     )
 
 
-def _cache_items(own: Sequence[LayerCache], limits: Limits, pages: int) -> list[PlanItem]:
+def _cache_items(layer_caches: Sequence[LayerCache], limits: Limits, pages: int) -> list[PlanItem]:
     size = CacheSize(pages=pages, slots=limits.batch)
-    return [item for cache in own for item in cache.items(size)]
+    return [item for cache in layer_caches for item in cache.items(size)]
 
 
 def _temp(model: ModelSizes, limits: Limits, place: ModelPlacement) -> tuple[int, str]:

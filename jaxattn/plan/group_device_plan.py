@@ -41,26 +41,28 @@ def group_device_plan(
     name: str, model: DecoderModel, memory: DeviceMemory, limits: Limits, parallel: Parallel
 ) -> tuple[DevicePlan, Limits]:
     """Returns the plan of one GPU of a layout, and the limits with the layout's data groups."""
-    own: Any = divided(model.with_cache_format(limits.cache_format, limits.native_layers), parallel)
+    local_model: Any = divided(
+        model.with_cache_format(limits.cache_format, limits.native_layers), parallel
+    )
     limits = dataclasses.replace(limits, spread=parallel.context, groups=parallel.data)
 
-    def dress(made: MemoryPlan, tried: Limits) -> MemoryPlan:
-        pages, groups = tried.pages, parallel.data
-        tokens = pages * tried.page_tokens
+    def dress(plan: MemoryPlan, candidate: Limits) -> MemoryPlan:
+        pages, groups = candidate.pages, parallel.data
+        tokens = pages * candidate.page_tokens
         facts = (
             ("layout", parallel.flags),
             ("cache tokens of a data group", f"{tokens:,}"),
             ("cache tokens in all", f"{tokens * groups:,}"),
-            ("rows at full length", f"{pages // tried.pages_per_row * groups:,}"),
+            ("rows at full length", f"{pages // candidate.pages_per_row * groups:,}"),
         )
         gpus = f"each of {parallel.gpus} GPUs ({parallel.flags})"
-        title = f"{name} on {gpus}, {memory.name}: {tried.batch:,} rows in all"
-        return dataclasses.replace(made, title=title, facts=facts)
+        title = f"{name} on {gpus}, {memory.name}: {candidate.batch:,} rows in all"
+        return dataclasses.replace(plan, title=title, facts=facts)
 
     one = GroupDevicePlan(
-        model=own,
-        params=packed_shapes(own),
-        traced=own,
+        model=local_model,
+        params=packed_shapes(local_model),
+        traced=local_model,
         memory=memory,
         dress=dress,
         gpus=parallel.gpus,

@@ -32,8 +32,8 @@ def plan_parallel(
     """
     one, own = group_device_plan(name, model, memory, limits, parallel)
 
-    def helps(tried: Limits, known: dict[str, ExecutableMemory]) -> tuple[str, ...]:
-        found = advice(one.model, tried, memory, one.params, known, **one.beside)
+    def helps(candidate: Limits, executables: dict[str, ExecutableMemory]) -> tuple[str, ...]:
+        found = advice(one.model, candidate, memory, one.params, executables, **one.beside)
         more = fewest_gpus(model, memory, limits, parallel.gpus + 1)
         return (f"{more.gpus} GPUs (--gpus {more.gpus})", *found) if more else found
 
@@ -73,13 +73,13 @@ def _least_weights(
 
 
 def fewest_gpus(
-    model: DecoderModel, memory: DeviceMemory, limits: Limits, least: int
+    model: DecoderModel, memory: DeviceMemory, limits: Limits, min_gpus: int
 ) -> Parallel | None:
-    """Returns a layout that fits, with the fewest GPUs, at least `least`; None if there is none."""
+    """Returns a layout that fits, with the fewest GPUs, at least `min_gpus`; None if none fits."""
     room = MemoryBudget("", memory.total, limits.utilization or 0.9, memory.limit).arrays()
     # Fewer GPUs have no room for the weights, however these are divided.
-    least = max(least, -(-nbytes(model.param_shapes()) // max(room, 1)))
-    numbers = range(least, MOST_GPUS + 1)
+    min_gpus = max(min_gpus, -(-nbytes(model.param_shapes()) // max(room, 1)))
+    numbers = range(min_gpus, MOST_GPUS + 1)
     fitting = itertools.chain.from_iterable(
         layouts_that_fit(model, memory, limits, n) for n in numbers
     )

@@ -40,8 +40,8 @@ def plan_model(
     check_placement(model, limits, place)
     limits = dataclasses.replace(limits, utilization=limits.utilization or 0.9)
 
-    def helps(tried: Limits, *_: Any) -> tuple[str, ...]:
-        return advice(model, memory, limits, place, tried) if advised else ()
+    def helps(candidate: Limits, *_: Any) -> tuple[str, ...]:
+        return advice(model, memory, limits, place, candidate) if advised else ()
 
     if isinstance(model, DecoderSizes) and place.gpus == 1:
         return single(model, memory, place).checked(limits, helps)
@@ -59,7 +59,7 @@ def plan_model(
 
 
 def advice(
-    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement, tried: Limits
+    model: ModelSizes, memory: DeviceMemory, limits: Limits, place: ModelPlacement, resolved: Limits
 ) -> tuple[str, ...]:
     """Returns changes that make the plan fit, with at least the pages of one row at full length.
 
@@ -69,38 +69,42 @@ def advice(
     Args:
         limits: The limits as given. What they leave open stays open in each plan that is tried,
             because it is open if the user follows the advice.
-        tried: The limits that do not fit, with a value for what `limits` leave open.
+        resolved: The limits that do not fit, with a value for what `limits` leave open.
     """
 
-    def holds_a_row(changed: Limits, on: ModelPlacement) -> bool:
+    def holds_a_row(candidate: Limits, placement: ModelPlacement) -> bool:
         """Checks by weights and state only, because tracing takes seconds and comes later."""
-        if not isinstance(model, DecoderSizes) or on.gpus > 1 or changed.num_pages is not None:
+        if (
+            not isinstance(model, DecoderSizes)
+            or placement.gpus > 1
+            or candidate.num_pages is not None
+        ):
             return True
-        check_placement(model, changed, on)
-        whole = dataclasses.replace(changed, utilization=changed.utilization or 0.9)
-        pages = single(model, memory, on).filled(whole)
-        return pages is not None and pages >= changed.pages_per_row
+        check_placement(model, candidate, placement)
+        whole = dataclasses.replace(candidate, utilization=candidate.utilization or 0.9)
+        pages = single(model, memory, placement).filled(whole)
+        return pages is not None and pages >= candidate.pages_per_row
 
-    def fits(changed: Limits, on: ModelPlacement) -> bool:
+    def fits(candidate: Limits, placement: ModelPlacement) -> bool:
         try:
-            if not holds_a_row(changed, on):
+            if not holds_a_row(candidate, placement):
                 return False
-            made = plan_model(model, memory, changed, on, advised=False)
+            made = plan_model(model, memory, candidate, placement, advised=False)
         except ValueError:
             return False
-        return made["kv cache"] >= changed.pages_per_row * page_bytes(model, on)
+        return made["kv cache"] >= candidate.pages_per_row * page_bytes(model, placement)
 
-    def gpus_for(changed: Limits) -> int | None:
+    def gpus_for(candidate: Limits) -> int | None:
         if isinstance(model, DecoderSizes) and place.gpus == 1:  # an engine can serve a layout
             # Without a batch, layouts for any number of rows count, and the search takes minutes.
-            fixed = group_limits(model.model, changed)
+            fixed = group_limits(model.model, candidate)
             layout = fewest_gpus(model.model, memory, fixed, 2)
             return layout.gpus if layout else None
         # Count up by one, so that the result does not depend on the current number of GPUs.
         sizes = range(place.gpus + 1, MOST_GPUS + 1)
-        return next((n for n in sizes if fits(changed, dataclasses.replace(place, gpus=n))), None)
+        return next((n for n in sizes if fits(candidate, dataclasses.replace(place, gpus=n))), None)
 
-    def smaller(name: str, on: ModelPlacement, like: Limits) -> int | None:
+    def smaller(name: str, placement: ModelPlacement, base: Limits) -> int | None:
         """Finds the largest value that fits, of those that halving the limit gives.
 
         If a value fits, smaller ones do too, down to the least that can. So bisection plans few.
@@ -108,59 +112,59 @@ def advice(
 
         def changed(value: int) -> Limits | None:
             try:
-                return dataclasses.replace(like, **cast(Any, {name: value}))
+                return dataclasses.replace(base, **cast(Any, {name: value}))
             except ValueError:  # smaller than a given bucket
                 return None
 
-        whole = getattr(tried if name in like.unset else like, name)
-        least = {"max_model_len": PAGE_SIZE, "num_pages": like.pages_per_row}.get(name, 1)
+        whole = getattr(resolved if name in base.unset else base, name)
+        least = {"max_model_len": PAGE_SIZE, "num_pages": base.pages_per_row}.get(name, 1)
         values = [whole >> halvings for halvings in range(1, whole.bit_length())]
         allowed = [(v, made) for v in values if v >= least and (made := changed(v))]
-        if not allowed or not fits(allowed[-1][1], on):
+        if not allowed or not fits(allowed[-1][1], placement):
             return None
         first = bisect.bisect_left(
-            allowed, True, hi=len(allowed) - 1, key=lambda each: fits(each[1], on)
+            allowed, True, hi=len(allowed) - 1, key=lambda each: fits(each[1], placement)
         )
         return allowed[first][0]
 
-    found = []
+    suggestions = []
     for larger in larger_shares(limits.utilization):
         if fits(dataclasses.replace(limits, utilization=larger), place):
-            found.append(f"--utilization {larger:g}")
+            suggestions.append(f"--utilization {larger:g}")
             break
     if gpus := gpus_for(limits):
-        found.append(f"{gpus} GPUs (--gpus {gpus})")
+        suggestions.append(f"{gpus} GPUs (--gpus {gpus})")
     for name in ("batch", "max_model_len", "num_pages", "prefill_chunk", "prefill_rows"):
         if getattr(limits, name) and (value := smaller(name, place, limits)):
-            found.append(f"--{name.replace('_', '-')} {value}")
+            suggestions.append(f"--{name.replace('_', '-')} {value}")
     if max(limits.q_lens) > 1 and fits(dataclasses.replace(limits, q_lens=(1,)), place):
-        found.append("--q-len 1")
+        suggestions.append("--q-len 1")
     # The package serves uint8. For a model that it only counts, use the smallest format.
     narrow = "uint8" if isinstance(model, DecoderSizes) else "float8"
     if place.cache_dtype not in ("float8", "uint8") and fits(
         limits, dataclasses.replace(place, cache_dtype=narrow)
     ):
-        found.append(f"a {narrow} cache (--cache-dtype {narrow})")
+        suggestions.append(f"a {narrow} cache (--cache-dtype {narrow})")
     if place.attention == "data" and place.gpus > 1:
         if fits(limits, dataclasses.replace(place, attention="tensor")):
-            found.append("attention divided by heads (--attention tensor)")
-    if found:
-        return tuple(found)
+            suggestions.append("attention divided by heads (--attention tensor)")
+    if suggestions:
+        return tuple(suggestions)
     buckets = ("decode_buckets", "prefill_buckets")
-    given = [name for name in buckets if name not in limits.unset and getattr(limits, name)]
-    without = cast(Any, dict.fromkeys(given, ()))
+    set_buckets = [name for name in buckets if name not in limits.unset and getattr(limits, name)]
+    without = cast(Any, dict.fromkeys(set_buckets, ()))
     plain = dataclasses.replace(limits, num_pages=None, q_lens=(1,), **without)
     one_row = dataclasses.replace(plain, batch=1)
     gpus = place.gpus if fits(one_row, place) else gpus_for(one_row)
     if gpus is None:
         return (f"a larger device (--device): {MOST_GPUS} of these are not enough",)
-    on = dataclasses.replace(place, gpus=gpus)
+    placement = dataclasses.replace(place, gpus=gpus)
     changes = [f"--gpus {gpus}"] if gpus != place.gpus else []
-    if not fits(plain, on) and (rows := smaller("batch", on, plain)):
+    if not fits(plain, placement) and (rows := smaller("batch", placement, plain)):
         changes.append(f"--batch {rows}")
     if max(limits.q_lens) > 1:
         changes.append("--q-len 1")
     if limits.num_pages:
         changes.append("no --num-pages")
-    changes += [f"no --{name.replace('_', '-')}" for name in given]
+    changes += [f"no --{name.replace('_', '-')}" for name in set_buckets]
     return (" with ".join(changes),)

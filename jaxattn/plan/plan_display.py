@@ -111,7 +111,7 @@ def _comparison(naive: Sequence[ScratchComparison]) -> Table:
             each.name,
             f"{each.nbytes / GIB:.3f}",
             f"{each.nbytes:,}",
-            f"{each.ours / GIB:.3f}",
+            f"{each.arena_bytes / GIB:.3f}",
             each.why,
         )
     return table
@@ -120,7 +120,13 @@ def _comparison(naive: Sequence[ScratchComparison]) -> Table:
 def _comparison_list(naive: Sequence[ScratchComparison]) -> Text:
     lines = ["scratch memory of other designs"]
     for each in naive:
-        lines += [each.name, "  naive", f"  {each.nbytes:,} B", "  here", f"  {each.ours:,} B"]
+        lines += [
+            each.name,
+            "  naive",
+            f"  {each.nbytes:,} B",
+            "  here",
+            f"  {each.arena_bytes:,} B",
+        ]
         lines.append(f"  ({each.why})")
     return Text("\n".join(lines))
 

@@ -61,7 +61,7 @@ class Folder(ModelFolder):
     make: Callable[..., Any]
 
     def open(self) -> CheckpointWeights:
-        return CheckpointWeights(nbytes=1000, put=self.make)
+        return CheckpointWeights(nbytes=1000, load=self.make)
 
 
 def started(make, limits=LIMITS, console=None):

@@ -32,7 +32,7 @@ def served(found, requests, lengths=None):
         for row in list(found.rows.values()):
             row.tokens.append(1)
             length = row.max_tokens if lengths is None else lengths[row.order]
-            if len(row.tokens) >= length or found.left[row.index] == 0:
+            if len(row.tokens) >= length or found.num_remaining[row.index] == 0:
                 if row.request.may_stop:
                     found.answers.ended(len(row.tokens))
                 found.release(row)
@@ -135,4 +135,4 @@ def test_a_row_that_read_a_prefix_first_shares_it_as_others_do():
         found.admit()
         for row in found.next_prompts(8):
             found.read(row, 130 - int(found.cached[row.index]))
-    assert found.shared[:3].tolist() == [2, 2, 0]
+    assert found.num_shared_pages[:3].tolist() == [2, 2, 0]

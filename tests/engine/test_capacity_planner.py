@@ -43,8 +43,8 @@ def fit(monkeypatch):
     params, calls = packed_shapes(MODEL), []
     page = page_bytes(MODEL.caches)
 
-    def compile(model, limits, *_, wanted, earlier, **__):
-        steps = wanted or all_steps(limits)
+    def compile(model, limits, *_, requested_steps, reusable_steps, **__):
+        steps = requested_steps or all_steps(limits)
         calls.append((limits.pages, [str(step) for step in steps]))
         return CompiledSteps({str(s): compiled(int(taken(s, limits) * page)) for s in steps})
 

@@ -67,7 +67,7 @@ def rows_of(histories, *, batch=None, **numbers):
 )
 def test_a_draft_is_what_followed_before(said, drafted):
     made = draft(rows_of([said]), jnp.arange(1), 3, 0)
-    assert bool(made.found[0]) == (drafted is not None)
+    assert bool(made.has_draft[0]) == (drafted is not None)
     assert made.tokens[0, 0] == said[-1]
     if drafted:
         assert made.tokens[0, 1:].tolist() == drafted

@@ -290,7 +290,7 @@ def test_a_row_ends_at_the_model_length():
     assert scheduler.refusal(request) is None
     scheduler.submit(request)
     scheduler.admit()
-    assert scheduler.rows[0].max_tokens == 14 and scheduler.left[0] == 14
+    assert scheduler.rows[0].max_tokens == 14 and scheduler.num_remaining[0] == 14
     assert len(scheduler.rows[0].pages) == 1
 
 

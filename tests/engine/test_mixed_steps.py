@@ -203,7 +203,7 @@ def test_prompts_share_a_step_with_rows_that_decode():
     assert str(entry) == "prefill of 256 tokens beside 4 rows"
     own = PromptLayout.of(FEW, 256).unpack_all(packed)[0]
     assert own.prompts.query_lens.tolist() == [50, 60]
-    assert own.places.tolist()[:3] == [0, 1, 2] and own.sources.tolist() == [-1, 0, 1, -1]
+    assert own.row_indices.tolist()[:3] == [0, 1, 2] and own.sources.tolist() == [-1, 0, 1, -1]
 
 
 def test_sizes_that_no_row_decodes_in_have_no_rows():
@@ -273,7 +273,7 @@ def test_pieces_fill_the_size_that_is_worth_most():
     assert pieces([[2148]]) == (2048, [[2048]])  # and then 100 by 256
     # The third has what is left: seven lines of 128 are taken.
     assert prompt_pieces([1024], [[300, 500, 600]], line=128, rows=4) == (1024, [[300, 500, 128]])
-    whole = functools.partial(prompt_pieces, [1024], line=128, rows=4, whole=True)
+    whole = functools.partial(prompt_pieces, [1024], line=128, rows=4, whole_prompts=True)
     assert whole([[300, 600, 500, 20]]) == (1024, [[300, 600]])
     assert whole([[1024, 20], [300, 900, 500]]) == (1024, [[1024], [300, 0, 500]])
     assert pieces([[1, 1, 1, 1, 1]])[1] == [[1, 1, 1, 1]]
@@ -290,7 +290,7 @@ def test_a_packed_step_says_whose_every_token_is():
     ]
     packed = layout.pack([chunks], np.array([3, 1, -1, -1]), np.array([-1, 0, -1, -1]))
     [own] = layout.unpack_all(jnp.asarray(packed))
-    assert own.prompts.lines.tolist() == [0, 0, 1] and not layout.one_each
+    assert own.prompts.lines.tolist() == [0, 0, 1] and not layout.one_line_per_row
     assert own.prompts.layout.offsets.tolist() == [0, 256, 384, 384]
     assert own.prompts.layout.seq_lens.tolist() == [138, 140, 2]
     assert [layout.first_token(0, chunks[:n]) for n in range(3)] == [0, 256, 384]

@@ -374,7 +374,7 @@ def test_no_page_is_lost_or_owned_twice_whatever_comes_and_goes(recurrent, draws
         states = [entry.slot for entry in cache._entries.values() if entry.slot is not None]
         assert len(states) == len(set(states)) == cache.states
         for entry in cache._entries.values():
-            assert entry.before is None or cache._entries[entry.before.key] is entry.before
+            assert entry.parent is None or cache._entries[entry.parent.key] is entry.parent
     for own, _ in rows:
         pool.free(own)
     assert sorted(pool.allocate(24)) == list(range(12)) and cache.states == 0

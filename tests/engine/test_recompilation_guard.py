@@ -346,7 +346,7 @@ def test_what_is_traced_or_compiled_inside_is_counted():
     with seal.watch():
         stray()(jnp.ones(3))
     assert seal.counts["trace"] and seal.counts["compilation"]
-    assert any("<lambda>" in what for what in seal.what)
+    assert any("<lambda>" in what for what in seal.messages)
     before = dict(seal.counts)
     stray()(jnp.ones(3))  # outside
     assert seal.counts == before
@@ -387,7 +387,7 @@ def test_a_moved_buffer_is_noticed():
     assert not seal.counts
     tree = {**tree, "a": tree["a"] + 1}
     seal.check(tree)
-    assert seal.what == ["buffer: new buffer of ['a']"]
+    assert seal.messages == ["buffer: new buffer of ['a']"]
     seal.check(tree)
     assert seal.counts["buffer"] == 1
 
@@ -414,7 +414,7 @@ def test_a_buffer_that_a_step_leaves_behind_is_refused_or_counted(make):
     seal = RecompilationGuard()
     with seal.watch():
         kept.append(some())
-    assert seal.what == ["buffer: 1 more live array(s) than before the step"]
+    assert seal.messages == ["buffer: 1 more live array(s) than before the step"]
 
 
 def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypatch):
@@ -433,7 +433,7 @@ def test_an_engine_notices_a_buffer_that_its_step_keeps(params, plain, monkeypat
             assert not kept
         else:
             engine.generate(prompts(1))
-            assert engine.seal.what == ["buffer: 1 more live array(s) than before the step"]
+            assert engine.seal.messages == ["buffer: 1 more live array(s) than before the step"]
 
 
 def test_one_step_in_many_counts_arrays_and_all_others_cost_no_scan(params, plain, monkeypatch):

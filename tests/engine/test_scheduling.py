@@ -188,10 +188,10 @@ def test_no_row_gets_a_page_that_another_has():
         for index in places.tolist():
             row = found.rows[index]
             row.tokens.append(1)
-            assert found.cached[index] <= found.room[index] == 64 * len(row.pages)
+            assert found.cached[index] <= found.page_capacity[index] == 64 * len(row.pages)
         ends = [row for row in found.rows.values() if found.decoding[row.index]]
         for row in ends:
-            if found.left[row.index] == 0 or draw.random() < 0.05:
+            if found.num_remaining[row.index] == 0 or draw.random() < 0.05:
                 found.release(row)
         held = [page for row in found.rows.values() for page in row.pages]
         assert len(held) == len(set(held)) == found.pages.in_use

@@ -96,7 +96,7 @@ def test_hundreds_of_updates_take_no_byte_and_compile_nothing(engine, params, ca
         (_, host), (later, host_later) = updates(50), updates(50)
         tracemalloc.stop()
     assert later == arrays and host_later - host < 5_000
-    assert "ompil" not in caplog.text and not engine.seal.what
+    assert "ompil" not in caplog.text and not engine.seal.messages
     assert pointers(engine) == before
 
 
@@ -308,8 +308,8 @@ def test_an_engine_that_no_longer_fits_stays_released(engine, params, monkeypatc
     budget = MemoryBudget("device", room.total)
     monkeypatch.setattr(
         engine,
-        "_prepared",
-        dataclasses.replace(engine._prepared, plan=dataclasses.replace(plan, budget=budget)),
+        "_build",
+        dataclasses.replace(engine._build, plan=dataclasses.replace(plan, budget=budget)),
     )
     engine.release()
     weights = sum(x.nbytes for x in engine._weights.leaves)

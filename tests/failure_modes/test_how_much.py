@@ -190,7 +190,7 @@ def test_a_long_cached_prefix_does_not_need_more_than_was_planned(longest):
         assert batch.rows.tables.shape == (2, width)
         if entry.kind == "prefill":
             layout = PromptLayout.of(limits, entry.tokens)
-            assert (layout.width, layout.shape) == (width, batch.places.shape)
+            assert (layout.width, layout.shape) == (width, batch.indices.shape)
     # ... the arena holds what each op asks for at that width, ...
     spec = arena_spec(Hybrid(config), limits, limits.table_width)
     arena = jax.eval_shape(lambda: Arena.allocate(spec))
@@ -232,7 +232,7 @@ def test_a_workspace_is_not_sized_by_a_context_that_the_cache_cannot_hold():
         25_432 * token + int(4.23 * GIB),
         token,
         lambda tokens: split_kv_workspace(**rows, tokens=min(tokens, 131_072)),
-        most=25_432,
+        max_pages=25_432,
     )
     assert found.pages == 25_432 and found.workspace <= 3.18 * GIB
     # With less memory both shrink, and what comes out fits.

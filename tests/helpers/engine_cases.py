@@ -124,7 +124,7 @@ def _kept_steps(*kinds: Limits, config: HybridConfig, lazy: bool) -> list[Compil
 def with_steps(engine: Engine, executables: dict[str, Any]) -> None:
     """Replaces an engine's executables."""
     steps = CompiledSteps(executables)
-    engine._prepared = dataclasses.replace(engine._prepared, steps=steps)
+    engine._build = dataclasses.replace(engine._build, steps=steps)
     if engine._runner is not None:
         engine._runner.executables = steps.executables
 

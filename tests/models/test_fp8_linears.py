@@ -354,12 +354,15 @@ def test_a_delta_nets_gates_are_two_parts_in_the_launch_of_its_inputs():
     """With 32 value heads, as Qwen3-Next has, and in bfloat16 alone."""
     model = model_of("Qwen3-Next-80B-A3B-FP8")
     packed = jax.eval_shape(model.pack, model.param_shapes())
-    assert sorted(packed.beside) == [(0, 0), (0, 1), (0, 2)]
-    numbers, scales = packed.beside[0, 0]
+    assert sorted(packed.extra_weights) == [(0, 0), (0, 1), (0, 2)]
+    numbers, scales = packed.extra_weights[0, 0]
     assert (numbers.shape, numbers.dtype) == ((12, 128, 2048), jnp.float8_e4m3fn)
     assert scales.shape == (12, 1, 16)
     for other in (model.with_dtype("float32"), model_of("Qwen3-Next-80B-A3B-FP8", "bfloat16")):
-        assert not jax.eval_shape(other.pack, other.param_shapes()).beside
+        assert not jax.eval_shape(other.pack, other.param_shapes()).extra_weights
     large = model_of("Qwen3.5-397B-A17B-FP8")
     specs = divided(large, Parallel(tensor=2, expert=2)).packed_specs()
-    assert len(jax.tree.leaves(specs.beside, is_leaf=lambda x: isinstance(x, PartitionSpec))) >= 2
+    assert (
+        len(jax.tree.leaves(specs.extra_weights, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+        >= 2
+    )

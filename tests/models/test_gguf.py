@@ -22,7 +22,7 @@ from tests.helpers.gguf_files import gguf_tensors, hub_tensors, metadata_of, wri
 from tests.helpers.safetensors_files import write_file
 
 KINDS = ("llama", "qwen2", "qwen3")
-BLOCKS = [each for each in TYPES.values() if each.numbers > 1]
+BLOCKS = [each for each in TYPES.values() if each.block_size > 1]
 SCALES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82],
     "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],

@@ -22,9 +22,9 @@ def test_each_repeat_runs_once_and_in_order(together):
         following, (number,) = xs
         return 10 * carry + 3 * number + following
 
-    found = jax.jit(lambda x: scan_layers(6, body, x, ((numbers,),), together=together))(
-        np.int32(1)
-    )
+    found = jax.jit(
+        lambda x: scan_layers(6, body, x, ((numbers,),), repeats_per_iteration=together)
+    )(np.int32(1))
     expected = 1
     for number in range(6):
         expected = 10 * expected + 3 * number + number + 1

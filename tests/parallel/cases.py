@@ -67,7 +67,7 @@ SPARSE = SparseMLA(
     top_k=9,
     index_heads=2,
     index_head_dim=12,
-    hands_on=True,
+    shares_indices=True,
 )
 MIXERS: dict[str, Mixer] = {
     "mla": LATENT,

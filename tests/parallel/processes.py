@@ -39,7 +39,7 @@ def main(rank: int, coordinator: str, what: str) -> None:
     else:
         faulthandler.dump_traceback_later(LONG)
     wrong = what if rank == 1 else "nothing"
-    limits = {"stuck": STUCK if what == "stuck" else SLOW, "silent": SLOW}
+    limits = {"step_timeout": STUCK if what == "stuck" else SLOW, "link_timeout": SLOW}
     with joined(DistributedConfig(rank, 2, coordinator), **limits) as crew:
         assert crew is not None
         facts = {"jaxattn": "1.0", "checkpoint": "5f3c"}

@@ -72,7 +72,7 @@ def crews(
     """(the leader, another, what ends either). The parameter is how long one may be silent."""
     ends = Ends(), Ends()
     made = [
-        ProcessGroup(rank, [link], silent=request.param, stuck=0.5, end=end)
+        ProcessGroup(rank, [link], link_timeout=request.param, step_timeout=0.5, end=end)
         for rank, (link, end) in enumerate(zip(pair(), ends, strict=True))
     ]
     yield made[0], made[1], *ends
@@ -191,7 +191,7 @@ def test_a_process_that_says_nothing_ends_the_others(crews):
 def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
     leaders, others = pair()
     end = Ends()
-    crew = ProcessGroup(0, [leaders], silent=1.0, stuck=60.0, end=end)
+    crew = ProcessGroup(0, [leaders], link_timeout=1.0, step_timeout=60.0, end=end)
 
     def send() -> None:  # and so it waits, as the other reads nothing
         with contextlib.suppress(HostError):

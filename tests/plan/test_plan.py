@@ -135,18 +135,18 @@ def test_what_others_would_have_taken():
     ]
     gib = [f"{size / GIB:.3f}" for size in naive]
     assert gib == ["15.250", "62.358", "39.494", "16.250"]
-    assert published()[0].ours == 268_435_456
+    assert published()[0].arena_bytes == 268_435_456
     # Partial results of split attention: of neither layers, nor context, nor batch.
     parts, rows, dim = 132, 8, 128
     bound = 2 * parts * rows * 4 * (dim + 1)
-    assert [each.ours for each in published()[1:]] == [bound] * 3
+    assert [each.arena_bytes for each in published()[1:]] == [bound] * 3
     assert bound <= 2 * 2**20
 
 
 def test_the_documents_table_of_what_others_would_have_taken_is_counted():
     page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     for case in published():
-        sizes = f"{case.nbytes / GIB:.2f} GiB | {case.ours / 2**20:.2f} MiB"
+        sizes = f"{case.nbytes / GIB:.2f} GiB | {case.arena_bytes / 2**20:.2f} MiB"
         assert f"\n| {case.name} | {sizes} |\n" in page
 
 
@@ -178,7 +178,7 @@ def test_pages_and_workspace_fit_and_one_page_more_does_not(available, page, ste
     def workspace(pages):  # any function that does not fall
         return levels[min(pages, len(levels) - 1)] + pages // 7
 
-    found = solve(available, page, workspace, most=most)
+    found = solve(available, page, workspace, max_pages=most)
     room = available - found.pages * page - workspace(found.pages)
     assert room >= 0 or found.pages == 0
     after = found.pages + 1
@@ -199,7 +199,7 @@ def test_sglangs_workspace_is_sized_by_what_its_cache_holds():
     def workspace(tokens):
         return split_kv_workspace(**rows, tokens=min(tokens, 131_072))
 
-    held = solve(budget, token, workspace, most=25_432)
+    held = solve(budget, token, workspace, max_pages=25_432)
     assert held.pages == 25_432 and held.workspace <= 3.18 * GIB
     assert held.pages * token + held.workspace <= budget
     free = solve(budget, token, workspace)
@@ -692,7 +692,7 @@ def test_a_terminal_too_narrow_for_a_table_gets_a_list(columns):
     for item in (*made.items, *made.items[0].parts):
         assert f"  {item.nbytes:,} B" in lines
     for each in published():
-        assert f"  {each.nbytes:,} B" in lines and f"  {each.ours:,} B" in lines
+        assert f"  {each.nbytes:,} B" in lines and f"  {each.arena_bytes:,} B" in lines
     assert "missing" in lines and f"  {abs(made.reserve):,} B" in lines
 
 

@@ -190,7 +190,7 @@ def test_a_storm_and_device_errors_leave_the_engine_s_pools_and_plan_as_they_wer
     counted = Counted(engine)
     storm = weathered(counted, trouble, events, grammars=True)
     assert trouble.count >= 1 and sum(storm.outcomes.values()) == events
-    assert not engine.seal.counts, engine.seal.what
+    assert not engine.seal.counts, engine.seal.messages
     forgets_prefixes(engine)
     done = engine.generate(requests)
     assert [bytes(each.tokens).decode() for each in done] == list(generated.values())

@@ -92,7 +92,7 @@ class EngineReplay:
             assert running is not None and planned == self.several, (
                 "rows read, end, or have no page"
             )
-            scheduler.sent(running.moved * planned)
+            scheduler.sent(running.num_new_tokens * planned)
         loop._send_deltas()
         engine._clear()  # only the host's rows; the device keeps its rows until new ones come
         found = round_of(engine.limits, rows, SamplingMode.GREEDY, self.several)

@@ -237,7 +237,7 @@ def measure(
             bound[f"{count} grammars ms"] = statistics.median(run.step_seconds for run in ran) * 1e3
             host = statistics.median(run.step_seconds - run.waited for run in ran)
             bound[f"{count} grammars us"] = host * 1e6
-        sealed = "; ".join(seal.what) or "yes"
+        sealed = "; ".join(seal.messages) or "yes"
     same = [differing(run.texts, alone.texts) for alone, run in runs]
     exposed = [run.step_seconds - alone.step_seconds for alone, run in runs]
     return {

@@ -63,7 +63,7 @@ class JaxattnEngine:
             "version": __version__,
             **device_facts(),
             "options": {name: limits[name] for name in SHOWN},
-            "sealed": "; ".join(self._engine.seal.what) or "yes",
+            "sealed": "; ".join(self._engine.seal.messages) or "yes",
         }
 
     def memory(self) -> dict[str, float]:

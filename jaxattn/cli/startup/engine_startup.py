@@ -219,7 +219,7 @@ def start_engine(
             params = loading.result()
         stages.ended("loading")
         display.stop()
-        code = sum(known.code for known in prepared.known.values())
+        code = sum(known.code for known in prepared.executable_memory.values())
         for line in executable_lines(compile_seconds, code):
             messages.print(line)
         for line in plan_lines(engine.plan):

@@ -57,8 +57,8 @@ class CompiledSteps:
         if self.limits is None:
             return {}
 
-        def shapes(step: EngineStep, of: Limits) -> Any:
-            leaves, tree = jax.tree.flatten(step.arguments(model, of, params))
+        def shapes(step: EngineStep, step_limits: Limits) -> Any:
+            leaves, tree = jax.tree.flatten(step.arguments(model, step_limits, params))
             return [(leaf.shape, leaf.dtype) for leaf in leaves], tree
 
         return {
@@ -77,8 +77,8 @@ def get_or_compile_steps(
     implementation: Implementation | None = None,
     on_compile: OnCompile | None = None,
     workers: int = 1,
-    wanted: Sequence[EngineStep] | None = None,
-    earlier: CompiledSteps | None = None,
+    requested_steps: Sequence[EngineStep] | None = None,
+    reusable_steps: CompiledSteps | None = None,
 ) -> CompiledSteps:
     """Returns every step, compiled, or shares the steps of a living engine that has the same.
 
@@ -89,8 +89,9 @@ def get_or_compile_steps(
             after it with the seconds that it took (0 if the executable existed). With several
             workers it is called from their threads.
         workers: The number of executables that are compiled at a time.
-        wanted: The steps to compile, in addition to existing ones; None means all.
-        earlier: Steps of limits that differ only in `num_pages`, some of which can be reused.
+        requested_steps: The steps to compile, in addition to existing ones; None means all.
+        reusable_steps: Steps of limits that differ only in `num_pages`, some of which can be
+            reused.
     """
     avals = jax.tree.map(lambda x: (x.shape, str(x.dtype)), params)
     leaves, tree = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple))
@@ -103,18 +104,22 @@ def get_or_compile_steps(
         reserved_bytes=0,
     )
     key = (model, shape, implementation, tuple(leaves), tree, devices, x64)
-    every = all_steps(limits)
+    engine_steps = all_steps(limits)
     with PROCESS_STATE.lock(key):
         steps = PROCESS_STATE.steps.get(key)
         if steps is None:
             steps = CompiledSteps({}, limits)
-        found = dict(steps.executables)
-        if earlier is not None and earlier is not steps and len(found) < len(every):
-            found = earlier.shared(model, limits, params) | found
-        missing = [step for step in wanted or every if str(step) not in found]
+        executables = dict(steps.executables)
+        if (
+            reusable_steps is not None
+            and reusable_steps is not steps
+            and len(executables) < len(engine_steps)
+        ):
+            executables = reusable_steps.shared(model, limits, params) | executables
+        missing = [step for step in requested_steps or engine_steps if str(step) not in executables]
         if on_compile:
-            for step in wanted or every:
-                if str(step) in found:
+            for step in requested_steps or engine_steps:
+                if str(step) in executables:
                     on_compile(str(step), None)
                     on_compile(str(step), 0.0)
         if missing:
@@ -124,11 +129,13 @@ def get_or_compile_steps(
             if len(devices) == 1:
                 decides = (model, shape, implementation, leaves, str(tree), x64)
                 kept = _open_executable_cache(devices[0], decides)
-            found |= _compile(
+            executables |= _compile(
                 missing, model, limits, params, devices, implementation, on_compile, workers, kept
             )
         # An engine never uses an incomplete set of steps.
-        steps.executables = {str(step): found[str(step)] for step in every if str(step) in found}
+        steps.executables = {
+            str(step): executables[str(step)] for step in engine_steps if str(step) in executables
+        }
         PROCESS_STATE.steps[key] = steps
     return steps
 
@@ -142,12 +149,12 @@ def _compile(
     implementation: Implementation | None,
     on_compile: OnCompile | None,
     workers: int,
-    kept: ExecutableCache | None,
+    executable_cache: ExecutableCache | None,
 ) -> dict[str, jax.stages.Compiled]:
     # Use shapes, because no executable may hold an array.
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     tree, group = jax.tree.structure(shapes), group_of(model, devices)
-    own = next(each for each in devices if each.process_index == jax.process_index())
+    local_device = next(each for each in devices if each.process_index == jax.process_index())
     backend = devices[0].platform
     shared: Shared = {}
 
@@ -158,27 +165,31 @@ def _compile(
     lowered = DecodeStepExporter(decode, backend)
 
     def lower(step: EngineStep) -> jax.stages.Lowered:
-        with jax.default_device(own), share_launches(shared):
+        with jax.default_device(local_device), share_launches(shared):
             jitted = jitted_step(step, model, limits, tree, implementation, backend, group, lowered)
             given = arguments(step, model, limits, shapes, group)
-            text = jitted.lower(*(_placed(given, own) if group is None else given))
+            text = jitted.lower(*(_placed(given, local_device) if group is None else given))
         if backend == "gpu":
             unify_kernels(text)
         return text
 
     def compiled(step: EngineStep, text: jax.stages.Lowered) -> jax.stages.Compiled:
-        with jax.default_device(own):
-            return kept.compiled(str(step), text) if kept else text.compile()
+        with jax.default_device(local_device):
+            return (
+                executable_cache.compiled(str(step), text) if executable_cache else text.compile()
+            )
 
     # Processes of one engine tune programs together, and would wait for each other here.
-    kernels_for = own if backend == "gpu" and jax.process_count() == 1 else None
+    kernels_for = local_device if backend == "gpu" and jax.process_count() == 1 else None
     longest_first = sorted(steps, key=_model_tokens, reverse=True)
-    return _compile_steps(longest_first, kept, lower, compiled, on_compile, workers, kernels_for)
+    return _compile_steps(
+        longest_first, executable_cache, lower, compiled, on_compile, workers, kernels_for
+    )
 
 
 def _compile_steps(
     steps: Sequence[EngineStep],
-    kept: ExecutableCache | None,
+    executable_cache: ExecutableCache | None,
     lower: Callable[[EngineStep], jax.stages.Lowered],
     compiled: Callable[[EngineStep, jax.stages.Lowered], jax.stages.Compiled],
     on_compile: OnCompile | None,
@@ -194,14 +205,14 @@ def _compile_steps(
     Args:
         kernels_for: The device that runs the kernels; None if there are no kernels.
     """
-    told = on_compile or (lambda name, seconds: None)
+    report = on_compile or (lambda name, seconds: None)
 
     def load(step: EngineStep) -> jax.stages.Compiled | None:
         start = time.perf_counter()
-        executable = kept.load(str(step)) if kept else None
+        executable = executable_cache.load(str(step)) if executable_cache else None
         if executable is not None:
-            told(str(step), None)
-            told(str(step), time.perf_counter() - start)
+            report(str(step), None)
+            report(str(step), time.perf_counter() - start)
         return executable
 
     def finish(
@@ -210,23 +221,23 @@ def _compile_steps(
         start = time.perf_counter()
         concurrent.futures.wait(kernels)
         executable = compiled(step, text)
-        told(str(step), lowering + time.perf_counter() - start)
+        report(str(step), lowering + time.perf_counter() - start)
         return executable
 
     with gc_paused(), concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
-            found = dict(zip(steps, pool.map(load, steps), strict=True))
+            loaded = dict(zip(steps, pool.map(load, steps), strict=True))
             beside = kernels_for and ParallelCompiler(pool, kernels_for)
             waited = {}
             with PROCESS_STATE.lowering:
-                for step in (each for each in steps if found[each] is None):
-                    told(str(step), None)
+                for step in (each for each in steps if loaded[each] is None):
+                    report(str(step), None)
                     start = time.perf_counter()
                     text = lower(step)
                     kernels = beside.compile(text) if beside else ()
                     lowering = time.perf_counter() - start
                     waited[step] = pool.submit(finish, step, text, kernels, lowering)
-            return {str(step): found[step] or waited[step].result() for step in steps}
+            return {str(step): loaded[step] or waited[step].result() for step in steps}
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -244,12 +255,14 @@ def _placed(shapes: Any, device: jax.Device) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
 
 
-def _open_executable_cache(device: jax.Device, decides: tuple[Any, ...]) -> ExecutableCache | None:
-    """Returns the cache for one device's steps, if JAX's cache is on and `decides` has a text."""
+def _open_executable_cache(
+    device: jax.Device, key_parts: tuple[Any, ...]
+) -> ExecutableCache | None:
+    """Returns the cache for one device's steps, if JAX's cache is on and `key_parts` has a text."""
     folder = folder_of_cache()
     if folder is None:
         return None
     try:
-        return ExecutableCache(folder, device, decides)
+        return ExecutableCache(folder, device, key_parts)
     except UnstableReprError:
         return None

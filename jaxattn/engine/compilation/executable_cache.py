@@ -62,9 +62,9 @@ class ExecutableCache:
         UnstableReprError: A value of `decides` has no stable text.
     """
 
-    def __init__(self, folder: Path, device: jax.Device, decides: Sequence[object]):
+    def __init__(self, folder: Path, device: jax.Device, key_parts: Sequence[object]):
         self._folder, self._device = folder, device
-        self._facts = "\n".join((*facts_of_machine(device), *map(stable_repr, decides)))
+        self._facts = "\n".join((*facts_of_machine(device), *map(stable_repr, key_parts)))
 
     def load(self, name: str) -> jax.stages.Compiled | None:
         """Returns the executable of this name, or None if there is no intact file for it."""
@@ -118,13 +118,13 @@ class ExecutableCache:
         except OSError:
             return  # the next start compiles again
 
-    def _write(self, to: Path, data: bytes) -> None:
+    def _write(self, path: Path, data: bytes) -> None:
         """Writes a file atomically, so that another process reads all of it or nothing."""
         with tempfile.NamedTemporaryFile(dir=self._folder, suffix=UNFINISHED, delete=False) as file:
             try:
                 file.write(data)
                 file.flush()
-                os.replace(file.name, to)
+                os.replace(file.name, path)
             except BaseException:  # a full disk, or Ctrl-C
                 os.unlink(file.name)
                 raise

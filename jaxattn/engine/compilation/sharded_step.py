@@ -54,17 +54,19 @@ def _read_spec(step: HiddenStep, model: Model) -> PartitionSpec:
     return REPLICATED if isinstance(step, ScoreStep) else hidden_spec(model)
 
 
-def device_put_inputs(step: EngineStep, given: Any, model: Model, group: DeviceGroup | None) -> Any:
+def device_put_inputs(
+    step: EngineStep, inputs: Any, model: Model, group: DeviceGroup | None
+) -> Any:
     """Puts the inputs of a step's call on the devices."""
     if group is None:
-        return jax.device_put(given)
+        return jax.device_put(inputs)
     if isinstance(step, SampleStep | BitmaskStep):
-        logits, rest = given
+        logits, rest = inputs
         return group.put(logits, logits_spec(model)), group.put(rest, REPLICATED)
     if isinstance(step, HiddenStep):
-        hidden, wanted = given
+        hidden, wanted = inputs
         return group.put(hidden, _read_spec(step, model)), group.put(wanted, REPLICATED)
-    return jax.tree.map(lambda x: group.put(x, REPLICATED), given)
+    return jax.tree.map(lambda x: group.put(x, REPLICATED), inputs)
 
 
 def allocator_over(

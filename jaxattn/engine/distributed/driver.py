@@ -44,11 +44,11 @@ from jaxattn.engine.steps.step_catalog import prefill_step
 class DriverRunner(ModelRunner):
     """A runner that first sends the inputs of its steps to the other processes."""
 
-    crew: ProcessGroup
+    process_group: ProcessGroup
 
     @classmethod
-    def of(cls, runner: ModelRunner, crew: ProcessGroup) -> "DriverRunner":
-        found = cls(
+    def of(cls, runner: ModelRunner, process_group: ProcessGroup) -> "DriverRunner":
+        driver = cls(
             runner.limits,
             runner.executables,
             runner.weights,
@@ -57,72 +57,76 @@ class DriverRunner(ModelRunner):
             runner.seal,
             runner.group,
         )
-        found.crew = crew
-        return found
+        driver.process_group = process_group
+        return driver
 
     def update(self, packed: np.ndarray) -> None:
         self._broadcast(UPDATE, packed)
-        self.crew.begin()
+        self.process_group.begin()
         super().update(packed)
-        self.crew.sent()
+        self.process_group.sent()
 
     def prefill(
         self,
         entry: ModelStep,
         packed: np.ndarray,
         *,
-        wanted: Sequence[np.ndarray] = (),
+        score_targets: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        self._broadcast(PREFILL, packed, entry.tokens, len(wanted), len(pooled))
-        for each in (*wanted, *pooled):
+        self._broadcast(PREFILL, packed, entry.tokens, len(score_targets), len(pooled))
+        for each in (*score_targets, *pooled):
             self._broadcast(WANTED, each)
-        self.crew.begin()
-        found = super().prefill(entry, packed, wanted=wanted, pooled=pooled)
-        self.crew.sent()
+        self.process_group.begin()
+        found = super().prefill(entry, packed, score_targets=score_targets, pooled=pooled)
+        self.process_group.sent()
         return found
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
         self._broadcast(REMEMBER, packed, tokens)
-        self.crew.begin()
+        self.process_group.begin()
         super().remember(tokens, packed)
-        self.crew.sent()
+        self.process_group.sent()
 
     def copy(self, source: int, target: int) -> None:
         self._broadcast(COPY, np.array([source, target], np.int32))
-        self.crew.begin()
+        self.process_group.begin()
         super().copy(source, target)
-        self.crew.sent()
+        self.process_group.sent()
 
     def first(
-        self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
+        self,
+        logits: jax.Array,
+        row_indices: np.ndarray,
+        level: SamplingMode,
+        bitmask: np.ndarray | None,
     ) -> jax.Array:
-        self._broadcast(FIRST, places, int(level), int(words is not None))
-        self.crew.begin()
-        if words is not None:
-            self._broadcast(MASKS, words)
-        told = super().first(logits, places, level, words)
-        self.crew.sent(told)
+        self._broadcast(FIRST, row_indices, int(level), int(bitmask is not None))
+        self.process_group.begin()
+        if bitmask is not None:
+            self._broadcast(MASKS, bitmask)
+        told = super().first(logits, row_indices, level, bitmask)
+        self.process_group.sent(told)
         return told
 
     def decode(
         self,
-        places: np.ndarray,
+        row_indices: np.ndarray,
         level: SamplingMode,
-        words: Callable[[int], np.ndarray] | None = None,
+        make_bitmask: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
         drafts: bool = True,
     ) -> jax.Array:
         assert steps == 1, "several devices run one step at a time"
-        self._broadcast(DECODE, places, int(level), int(words is not None))
-        self.crew.begin()
-        masks = words and functools.partial(self._broadcast_masks, words)
-        told = super().decode(places, level, masks)
-        self.crew.sent(told)
+        self._broadcast(DECODE, row_indices, int(level), int(make_bitmask is not None))
+        self.process_group.begin()
+        masks = make_bitmask and functools.partial(self._broadcast_masks, make_bitmask)
+        told = super().decode(row_indices, level, masks)
+        self.process_group.sent(told)
         return told
 
-    def _broadcast_masks(self, words: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
-        found = words(lines)
+    def _broadcast_masks(self, make_bitmask: Callable[[int], np.ndarray], lines: int) -> np.ndarray:
+        found = make_bitmask(lines)
         self._broadcast(MASKS, found)
         return found
 
@@ -131,35 +135,35 @@ class DriverRunner(ModelRunner):
         super().forget()
 
     def delete(self) -> None:
-        self.crew.close()
+        self.process_group.close()
         super().delete()
 
     def _broadcast(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
-        if self.crew.closed:
+        if self.process_group.closed:
             return
-        for link in self.crew.links:
+        for link in self.process_group.links:
             link.send(kind, array, *numbers)
 
 
-def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
+def run_worker_loop(runner: ModelRunner, process_group: ProcessGroup) -> None:
     """Sends the leader's steps to this process's devices, until the leader closes its engine.
 
     Raises:
         HostError: The leader is gone.
     """
     logits: Any = None
-    [link] = crew.links
+    [link] = process_group.links
     while True:
         kind, array, numbers = link.receive()
-        told = None
+        outputs = None
         if kind == END:
-            crew.close()
+            process_group.close()
             return
         if kind == FORGET:
             runner.forget()
             continue
         assert array is not None, "every other message has an array"
-        crew.begin()
+        process_group.begin()
         if kind == UPDATE:
             runner.update(array)
         elif kind == COPY:
@@ -168,24 +172,26 @@ def run_worker_loop(runner: ModelRunner, crew: ProcessGroup) -> None:
             tokens, *counts = numbers[-3:]
             wanted, pooled = ([_array(link, WANTED) for _ in range(count)] for count in counts)
             entry = prefill_step(runner.limits, tokens)
-            logits, _ = runner.prefill(entry, array, wanted=wanted, pooled=pooled)
+            logits, _ = runner.prefill(entry, array, score_targets=wanted, pooled=pooled)
         elif kind == REMEMBER:
             runner.remember(numbers[-1], array)
         elif kind == FIRST:
             *_, level, masked = numbers
-            told = runner.first(
+            outputs = runner.first(
                 logits, array, SamplingMode(level), _array(link, MASKS) if masked else None
             )
         elif kind == DECODE:
             *_, level, masked = numbers
             words = (lambda lines: _array(link, MASKS)) if masked else None
-            told = runner.decode(array, SamplingMode(level), words)
-        crew.sent(told)
+            outputs = runner.decode(array, SamplingMode(level), words)
+        process_group.sent(outputs)
 
 
-def _array(link: TransportLink, due: int) -> np.ndarray:
+def _array(link: TransportLink, expected_kind: int) -> np.ndarray:
     """Receives an array that belongs to a step: masks before it samples, or the tokens to score."""
     kind, array, _ = link.receive()
-    if kind != due or array is None:
-        raise HostError(f"{link.name} sent message {kind}, but message {due} was expected")
+    if kind != expected_kind or array is None:
+        raise HostError(
+            f"{link.name} sent message {kind}, but message {expected_kind} was expected"
+        )
     return array

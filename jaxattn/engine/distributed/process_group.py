@@ -11,7 +11,7 @@ each process has a thread that reports to the others every second. The thread en
 
 - as soon as another is gone or has failed, with the other's message;
 - if another has sent nothing for `SILENT` seconds, because it is stopped or its host is gone;
-- in the leader, if a step has not ended for `stuck` seconds, because JAX would wait forever.
+- in the leader, if a step has not ended for `step_timeout` seconds, because JAX would wait forever.
 
 Because this is a thread, a process also ends while it waits in a library.
 """
@@ -72,7 +72,7 @@ class ProcessGroup:
     Args:
         rank: The rank of this process; 0 leads.
         links: The leader's links to all others, or a follower's link to the leader.
-        silent, stuck: Timeouts in seconds, see the module docstring.
+        link_timeout, step_timeout: Timeouts in seconds, see the module docstring.
         end: A function that ends the process with a message.
     """
 
@@ -81,16 +81,16 @@ class ProcessGroup:
         rank: int,
         links: Sequence[TransportLink],
         *,
-        silent: float = SILENT,
-        stuck: float = STUCK,
+        link_timeout: float = SILENT,
+        step_timeout: float = STUCK,
         end: Callable[[str], None] = end_process,
     ):
         self.rank, self.links = rank, list(links)
-        self._silent, self._stuck, self._end = silent, stuck, end
+        self._link_timeout, self._step_timeout, self._end = link_timeout, step_timeout, end
         self._closed = threading.Event()
         # The time when the last step began, and its result; None before it is sent.
-        self._last: tuple[float, Any] | None = None
-        self._begun, self._sent = 0, 0  # steps
+        self._last_step: tuple[float, Any] | None = None
+        self._steps_begun, self._steps_sent = 0, 0  # steps
         for link in self.links:
             link.listen(self._on_connection_end)
         self._thread = threading.Thread(target=self._watch, name="crew", daemon=True)
@@ -122,7 +122,7 @@ class ProcessGroup:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def agree(self, values: Mapping[str, str]) -> None:
         """Checks values that must be the same in all processes.
 
         Raises:
@@ -131,18 +131,18 @@ class ProcessGroup:
         """
         if not self.leads:
             [link] = self.links
-            link.send_text(FACTS, json.dumps({"process": str(self.rank), **facts}))
+            link.send_text(FACTS, json.dumps({"process": str(self.rank), **values}))
             if link.receive().kind != AGREED:
                 raise HostError(f"{link.name} is not a process of this engine")
             return
         for link in self.links:
             found = json.loads(link.receive().text)
             link.name = f"process {found.pop('process', '?')} at {link.name.rpartition(' ')[2]}"
-            for name in dict.fromkeys([*facts, *found]):
-                if found.get(name) != facts.get(name):
+            for name in dict.fromkeys([*values, *found]):
+                if found.get(name) != values.get(name):
                     message = (
                         f"the processes differ in {name}: {link.name} has {found.get(name)}, but "
-                        f"process 0 has {facts.get(name)}; start all of them with the same value"
+                        f"process 0 has {values.get(name)}; start all of them with the same value"
                     )
                     self.end_all(message)
                     raise HostError(message)
@@ -167,7 +167,7 @@ class ProcessGroup:
         self._closed.set()
         for link in self.links:
             with contextlib.suppress(HostError):  # that process is already gone
-                link.offer(FAILED, message, wait=SAYS)
+                link.offer(FAILED, message, timeout=SAYS)
 
     @property
     def closed(self) -> bool:
@@ -175,13 +175,13 @@ class ProcessGroup:
 
     def begin(self) -> None:
         """Records that a step begins. Sending it may take until the step before it has ended."""
-        self._begun += 1
-        self._last = (time.monotonic(), None)
+        self._steps_begun += 1
+        self._last_step = (time.monotonic(), None)
 
     def sent(self, result: jax.Array | None = None) -> None:
         """Records that the step was sent to the devices, with its result if the host reads that."""
-        self._sent += 1
-        self._last = None if result is None else (time.monotonic(), result)
+        self._steps_sent += 1
+        self._last_step = None if result is None else (time.monotonic(), result)
 
     def close(self) -> None:
         """Ends the watch and the links; the leader also tells the others that they are done."""
@@ -193,18 +193,18 @@ class ProcessGroup:
             link.close()
 
     def _watch(self) -> None:
-        period = min(1.0, self._silent / 4, self._stuck / 4)
+        period = min(1.0, self._link_timeout / 4, self._step_timeout / 4)
         while not self._closed.wait(period):
             for link in self.links:
-                quiet = time.monotonic() - link.heard
-                if quiet > self._silent:
+                quiet = time.monotonic() - link.last_received
+                if quiet > self._link_timeout:
                     self.end_all(
                         f"{link.name} has sent nothing for {quiet:.0f} s: it has stopped, or its "
                         "host is unreachable"
                     )
                     return
                 try:
-                    link.offer(ALIVE, None, self._sent)
+                    link.offer(ALIVE, None, self._steps_sent)
                 except HostError as error:
                     self.end_all(str(error))
                     return
@@ -215,22 +215,22 @@ class ProcessGroup:
 
     def _describe_stuck_step(self) -> str | None:
         """Returns a message about a step that does not end, or None if there is none."""
-        if self._last is None:
+        if self._last_step is None:
             return None
-        when, result = self._last
+        when, result = self._last_step
         done: Any = result  # jax's type stubs lack `is_ready`
-        took = time.monotonic() - when
-        if took < self._stuck:
+        elapsed = time.monotonic() - when
+        if elapsed < self._step_timeout:
             return None
         if done is not None and (done.is_deleted() or done.is_ready()):
             return None
         behind = [
-            f"{link.name} is {self._begun - link.taken} step(s) behind"
+            f"{link.name} is {self._steps_begun - link.steps_begun} step(s) behind"
             for link in self.links
-            if link.taken < self._begun
+            if link.steps_begun < self._steps_begun
         ]
         reason = ", ".join(behind) or "the devices do not finish the step"
-        return f"a step of process {self.rank} has been running for {took:.0f} s: {reason}"
+        return f"a step of process {self.rank} has been running for {elapsed:.0f} s: {reason}"
 
     def _on_connection_end(self, error: HostError | None) -> None:
         if error is None:  # the leader is done

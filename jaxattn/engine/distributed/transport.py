@@ -48,8 +48,8 @@ class TransportLink:
 
     Attributes:
         name: The name of the other process, for messages.
-        heard: The time of the last received message, by `time.monotonic`.
-        taken: The number of steps that the other process has sent to its devices, as it last
+        last_received: The time of the last received message, by `time.monotonic`.
+        steps_begun: The number of steps that the other process has sent to its devices, as it last
             reported.
     """
 
@@ -60,7 +60,7 @@ class TransportLink:
         self._reader: threading.Thread | None = None
         self._closing = False
         self._inbox: queue.SimpleQueue[TransportMessage | HostError] | None = None
-        self.heard, self.taken = time.monotonic(), 0
+        self.last_received, self.steps_begun = time.monotonic(), 0
 
     def send(self, kind: int, array: np.ndarray | None = None, *numbers: int) -> None:
         """Sends a message.
@@ -79,19 +79,21 @@ class TransportLink:
         """
         self.send(kind, _numbers_of(text))
 
-    def offer(self, kind: int, text: str | None = None, *numbers: int, wait: float = 0.0) -> bool:
+    def offer(
+        self, kind: int, text: str | None = None, *numbers: int, timeout: float = 0.0
+    ) -> bool:
         """Sends a short message if the connection accepts it. Returns whether it did.
 
         A stopped process accepts no message once its buffers are full. Then `send` waits forever,
         and so does every later sender.
 
         Args:
-            wait: The seconds to wait while another message is being sent.
+            timeout: The seconds to wait while another message is being sent.
 
         Raises:
             HostError: The other process is gone.
         """
-        if not self._sending.acquire(timeout=wait):
+        if not self._sending.acquire(timeout=timeout):
             return False
         try:
             ready = select.poll()
@@ -134,20 +136,20 @@ class TransportLink:
             on_end: A function that the thread calls when the other process fails or is gone, with
                 an error that describes it, or with None when the process has sent END.
         """
-        came = self._inbox = queue.SimpleQueue()
+        inbox = self._inbox = queue.SimpleQueue()
 
         def read() -> None:
             while True:
                 try:
                     message = self._read_message()
                 except HostError as error:
-                    came.put(error)
+                    inbox.put(error)
                     return on_end(error)
-                self.heard = time.monotonic()
+                self.last_received = time.monotonic()
                 if message.kind == ALIVE:
-                    self.taken = message.numbers[-1]
+                    self.steps_begun = message.numbers[-1]
                     continue
-                came.put(message)
+                inbox.put(message)
                 if message.kind == FAILED:
                     return on_end(HostError(message.text))
                 if message.kind == END:
@@ -183,18 +185,18 @@ class TransportLink:
         return TransportMessage(int(head[1]), array, head[5:].tolist())
 
     def _read(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
+        data = bytearray()
+        while len(data) < size:
             try:
-                part = self._connection.recv(size - len(found))
+                part = self._connection.recv(size - len(data))
             except OSError as error:
                 raise HostError(
                     f"the connection to {self.name} failed: {error.strerror or error}"
                 ) from error
             if not part:
                 raise HostError(f"the connection to {self.name} failed: the other side closed it")
-            found += part
-        return bytes(found)
+            data += part
+        return bytes(data)
 
 
 def _packed(kind: int, array: np.ndarray | None, numbers: Sequence[int]) -> bytes:

@@ -52,8 +52,8 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self._names: dict[Any, str] = {}
-        self._places: jax.Array | None = None
-        self._placed: np.ndarray | None = None
+        self._device_row_indices: jax.Array | None = None
+        self._host_row_indices: np.ndarray | None = None
         self._rounds: dict[tuple[int, SamplingMode, int, bool], FusedDecodeStep | None] = {}
 
     @property
@@ -81,44 +81,44 @@ class ModelRunner:
         entry: ModelStep,
         packed: np.ndarray,
         *,
-        wanted: Sequence[np.ndarray] = (),
+        score_targets: Sequence[np.ndarray] = (),
         pooled: Sequence[np.ndarray] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Reads chunks of prompts, as packed by `PromptLayout.pack`, and decodes the other rows.
 
         Args:
-            wanted: The tokens to score, from `wanted_tokens`.
+            score_targets: The tokens to score, from `wanted_tokens`.
             pooled: The ranges of tokens to sum, from `wanted_ranges`.
 
         Returns:
-            (the logits after the chunks, the results of `ScoreStep` for each of `wanted` and then
-            of `PoolingStep` for each of `pooled`).
+            (the logits after the chunks, the results of `ScoreStep` for each of `score_targets` and
+            then of `PoolingStep` for each of `pooled`).
         """
-        told = []
+        results = []
         with self.seal.allowed():
             batch: Any = RowIndices(self.rows, packed)  # type: ignore[arg-type]
             logits, self.state, hidden = self._step(entry)(self.weights, self.state, batch)
-            for each in wanted:
+            for each in score_targets:
                 hidden, found = self._scored(entry.tokens, hidden, each)
-                told.append(found)
+                results.append(found)
             for each in pooled:
                 pooling = self._step(PoolingStep.of(self.limits, entry.tokens))
                 hidden, found = pooling(hidden, self.weights, each)
-                told.append(found)
-            for found in told:
+                results.append(found)
+            for found in results:
                 found.copy_to_host_async()
-        return logits, told
+        return logits, results
 
     def _scored(
-        self, tokens: int, hidden: jax.Array, wanted: np.ndarray
+        self, tokens: int, hidden: jax.Array, targets: np.ndarray
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (`hidden`, the scores) for a prefill step of `tokens` tokens."""
         gather, step = GatherStep.of(self.limits, tokens), ScoreStep.of(self.limits)
-        hidden, read = self._step(gather)(hidden, self.weights, wanted)
-        if ScoreControls.filters(wanted):
+        hidden, read = self._step(gather)(hidden, self.weights, targets)
+        if ScoreControls.filters(targets):
             step = FilteredScoreStep.of(self.limits)
-            wanted = step.wanted(wanted)
-        _, told = self._step(step)(read, self.weights, wanted)
+            targets = step.wanted(targets)
+        _, told = self._step(step)(read, self.weights, targets)
         return hidden, told
 
     def remember(self, tokens: int, packed: np.ndarray) -> None:
@@ -132,50 +132,56 @@ class ModelRunner:
             self.rows = step(self.rows, packed)
 
     def first(
-        self, logits: jax.Array, places: np.ndarray, level: SamplingMode, words: np.ndarray | None
+        self,
+        logits: jax.Array,
+        row_indices: np.ndarray,
+        level: SamplingMode,
+        bitmask: np.ndarray | None,
     ) -> jax.Array:
         """Samples the rows of a prefill step.
 
         Args:
-            places: The row of each line of logits; -1 for lines that are not sampled.
-            words: The result of `fill_bitmask` for these rows, if one has a grammar.
+            row_indices: The row of each line of logits; -1 for lines that are not sampled.
+            bitmask: The result of `fill_bitmask` for these rows, if one has a grammar.
         """
         with self.seal.allowed():
-            return self._sample(self._masked(logits, words), places, level)
+            return self._sample(self._masked(logits, bitmask), row_indices, level)
 
     def decode(
         self,
-        places: np.ndarray,
+        row_indices: np.ndarray,
         level: SamplingMode,
-        words: Callable[[int], np.ndarray] | None = None,
+        make_bitmask: Callable[[int], np.ndarray] | None = None,
         steps: int = 1,
         drafts: bool = True,
     ) -> jax.Array:
-        """Decodes and samples the rows at `places`. The result's copy to the host has started.
+        """Decodes and samples the rows at `row_indices`. The result's copy to the host has started.
 
         Args:
-            words: A function that returns the bitmasks of a number of lines. It runs while the
-                device decodes.
+            make_bitmask: A function that returns the bitmasks of a number of lines. It runs while
+                the device decodes.
             steps: The number of consecutive decode steps: 1, or `limits.round_steps` with a
                 sampling mode that fused steps support.
             drafts: Whether to use drafts, in an engine that speculates.
         """
-        if words is None and (step := self._round_of(len(places), level, steps, drafts)):
-            return self._round(places, step)
-        assert steps == 1, f"no round of {steps} steps of {len(places)} rows: {level.name}"
-        bucket = sampled_rows(self.limits, len(places))
+        if make_bitmask is None and (
+            step := self._round_of(len(row_indices), level, steps, drafts)
+        ):
+            return self._round(row_indices, step)
+        assert steps == 1, f"no round of {steps} steps of {len(row_indices)} rows: {level.name}"
+        bucket = sampled_rows(self.limits, len(row_indices))
         entry = ModelStep("decode", bucket, 1)
         with self.seal.allowed():
-            on_device = self._on_device(places, bucket)
+            on_device = self._on_device(row_indices, bucket)
             batch = RowIndices(self.rows, on_device)
             logits, self.state = self._step(entry)(self.weights, self.state, batch)
-        found = None if words is None else words(bucket)
+        found = None if make_bitmask is None else make_bitmask(bucket)
         with self.seal.allowed():
             return self._sample(self._masked(logits, found), on_device, level)
 
     def forget(self) -> None:
         """Drops the references to arrays other than the state and the rows."""
-        self._places = self._placed = None
+        self._device_row_indices = self._host_row_indices = None
 
     def check(self) -> None:
         """Compares the buffers with the sealed ones."""
@@ -198,37 +204,37 @@ class ModelRunner:
             self._rounds[key] = round_of(self.limits, bucket, level, steps, drafts)
         return self._rounds[key]
 
-    def _round(self, places: np.ndarray, step: FusedDecodeStep) -> jax.Array:
+    def _round(self, row_indices: np.ndarray, step: FusedDecodeStep) -> jax.Array:
         executable = self._step(step)
         with self.seal.allowed():
-            on_device, held = self._on_device(places, step.rows), (self.state, self.rows)
+            on_device, held = self._on_device(row_indices, step.rows), (self.state, self.rows)
             (self.state, self.rows), told = executable(self.weights, held, on_device)
             told.copy_to_host_async()
         return told
 
-    def _sample(self, logits: jax.Array, places: Any, level: SamplingMode) -> jax.Array:
-        step = self._step(sample_of(self.limits, len(places), level))
-        self.rows, told = step(self.rows, logits, places)
+    def _sample(self, logits: jax.Array, row_indices: Any, level: SamplingMode) -> jax.Array:
+        step = self._step(sample_of(self.limits, len(row_indices), level))
+        self.rows, told = step(self.rows, logits, row_indices)
         told.copy_to_host_async()
         return told
 
-    def _masked(self, logits: jax.Array, words: np.ndarray | None) -> jax.Array:
-        if words is None:
+    def _masked(self, logits: jax.Array, bitmask: np.ndarray | None) -> jax.Array:
+        if bitmask is None:
             return logits
-        found: jax.Array = self._step(BitmaskStep(len(words)))(logits, words)
+        found: jax.Array = self._step(BitmaskStep(len(bitmask)))(logits, bitmask)
         return found
 
-    def _on_device(self, places: np.ndarray, bucket: int) -> jax.Array:
+    def _on_device(self, row_indices: np.ndarray, bucket: int) -> jax.Array:
         """Returns the padded places, which stay on the device until the rows change."""
-        known = self._placed
-        if places is not known and (known is None or not np.array_equal(places, known)):
+        known = self._host_row_indices
+        if row_indices is not known and (known is None or not np.array_equal(row_indices, known)):
             padded = np.full(bucket, -1, np.int32)
-            padded[: len(places)] = places
+            padded[: len(row_indices)] = row_indices
             whole = PartitionSpec()
             on_all = self.group.put(padded, whole) if self.group else jax.device_put(padded)
-            self._places, self._placed = on_all, places
-        assert self._places is not None
-        return self._places
+            self._device_row_indices, self._host_row_indices = on_all, row_indices
+        assert self._device_row_indices is not None
+        return self._device_row_indices
 
     def _step(self, step: Any) -> Any:
         """The executable of a step. Caching its name is faster than building it each time."""

@@ -77,16 +77,16 @@ class OutputProcessor:
             The number of rows that got a token. Rows that have ended do not count, nor do rows
             that replay tokens after a preemption.
         """
-        now, taken, announce = time.perf_counter(), 0, self.events.append
+        now, num_rows, announce = time.perf_counter(), 0, self.events.append
         tokens, ends, idle = lines[:, 0].tolist(), lines[:, 1].tolist(), int(FinishCode.IDLE)
         for line, (row, token, end) in enumerate(zip(rows, tokens, ends, strict=False)):
             if row is None or row.ended or end == idle:
                 continue
-            if row.silent and not end:
-                row.silent -= 1
+            if row.num_silent and not end:
+                row.num_silent -= 1
                 self.stats.replayed_tokens += 1
                 continue
-            taken += 1
+            num_rows += 1
             if row.plain and row.tokens and not end:
                 row.tokens.append(token)
                 announce(TokenEvent(row.request, token, None, self.weights_version))
@@ -95,11 +95,11 @@ class OutputProcessor:
             if row.request.logprobs is not None:
                 chances = Logprobs.of(lines[line, 2:], row.request.logprobs)
             self._accept(row, token, end, chances, now)
-        return taken
+        return num_rows
 
-    def process_prompt_logprobs(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
+    def process_prompt_logprobs(self, scores: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Adds log-probabilities of prompt tokens; once a prompt is complete, adds its event."""
-        for row, lines in found:
+        for row, lines in scores:
             if row.ended:
                 continue
             assert row.prompt_logprobs is not None
@@ -109,9 +109,9 @@ class OutputProcessor:
             elif len(told) == len(row.request.prompt):
                 self.events.append(PromptEvent(row.request, told, self.weights_version))
 
-    def process_pooled_sums(self, found: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
+    def process_pooled_sums(self, sums: Sequence[tuple[RunningRequest, np.ndarray]]) -> None:
         """Adds the sums of hidden states of prompt tokens to their rows."""
-        for row, sum_ in found:
+        for row, sum_ in sums:
             if row.ended:
                 continue
             row.pooled += sum_
@@ -119,7 +119,7 @@ class OutputProcessor:
                 self.end(row, FinishReason.NOT_FINITE, NOT_FINITE)
 
     def _accept(
-        self, row: RunningRequest, token: int, end: int, chances: Logprobs | None, now: float
+        self, row: RunningRequest, token: int, end: int, logprobs: Logprobs | None, now: float
     ) -> None:
         """Adds a row's next token, which may end the row."""
         if end == FinishCode.NOT_FINITE:
@@ -135,12 +135,12 @@ class OutputProcessor:
             self.end(row, FinishReason.STOP, token)
             return
         row.tokens.append(token)
-        if chances is not None:
-            row.logprobs.append(chances)
+        if logprobs is not None:
+            row.logprobs.append(logprobs)
         assert row.request.id is not None
         if len(row.tokens) == 1:
             self.clocks[row.request.id].first(now)
-        self.events.append(TokenEvent(row.request, token, chances, self.weights_version))
+        self.events.append(TokenEvent(row.request, token, logprobs, self.weights_version))
         grammar = row.request.grammar
         if grammar is not None and not grammar.accept(token):
             self.end(row, FinishReason.STOP, "grammar")
@@ -182,7 +182,7 @@ class OutputProcessor:
         request: Request,
         reason: FinishReason,
         detail: str | int | None = None,
-        of: RunningRequest | WaitingRequest | None = None,
+        source: RunningRequest | WaitingRequest | None = None,
     ) -> None:
         """Finishes a request, with the results so far of its row or of its place in the queue."""
         assert request.id is not None
@@ -190,19 +190,23 @@ class OutputProcessor:
         first, seconds = clock.read(time.perf_counter())
         version = self.weights_version
         done = Completion(request, (), reason, detail, first, seconds, weights_version=version)
-        if of is not None:
-            queued = None if of.admitted is None else of.admitted - clock.added
+        if source is not None:
+            queued = (
+                None
+                if source.admission_time is None
+                else source.admission_time - clock.arrival_time
+            )
             self.stats.queued_seconds += queued or 0.0
-            self.stats.cached_tokens += of.cached_tokens
+            self.stats.cached_tokens += source.cached_tokens
             done = dataclasses.replace(
                 done,
-                tokens=tuple(of.tokens),
-                logprobs=tuple(of.logprobs),
-                prompt_logprobs=of.prompt_logprobs or (),
-                cached_tokens=of.cached_tokens,
+                tokens=tuple(source.tokens),
+                logprobs=tuple(source.logprobs),
+                prompt_logprobs=source.prompt_logprobs or (),
+                cached_tokens=source.cached_tokens,
                 seconds_queued=queued,
-                embedding=of.embedding,
-                older_tokens=of.older_tokens,
+                embedding=source.embedding,
+                older_tokens=source.older_tokens,
             )
         self.events.append(FinishEvent(done))
 

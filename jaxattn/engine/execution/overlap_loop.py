@@ -115,7 +115,7 @@ class OverlapLoop:
             step.prompt_tokens for step in self._rounds_in_flight[-1]
         ):
             return 1
-        return ROUNDS_AHEAD if running is None or (running.plain and running.most == 1) else 1
+        return ROUNDS_AHEAD if running is None or (running.plain and running.max_steps == 1) else 1
 
     def drain(self) -> None:
         """Reads all steps in flight."""
@@ -168,48 +168,57 @@ class OverlapLoop:
             return False
         size, pieces = self._pieces(rows, running)
         layout, entry = PromptLayout.of(limits, size), prefill_step(limits, size)
-        places = np.full(limits.batch, -1, np.int32)
+        row_indices = np.full(limits.batch, -1, np.int32)
         decoding: list[RunningRequest | None] = [None] * limits.batch
-        taken = self._place_running(running, places, decoding)
+        num_lines = self._place_running(running, row_indices, decoding)
         self._send_copies()  # cached prefix states, to the rows that begin with them
         sources = np.full(limits.batch, -1, np.int32)
-        ended: list[RunningRequest | None] = [None] * limits.batch
+        finishing_rows: list[RunningRequest | None] = [None] * limits.batch
         chunks: list[list[PromptChunk]] = [[] for _ in pieces]
         scores = PromptScores(layout, ScoreStep.of(limits), scheduler.vocab_size)
         for row, tokens in self._assign_tokens(rows, pieces):
             group = int(scheduler.group_of(row.index))
-            if row.read_last < 0 and self._has_history(row):  # its cached tokens
+            if row.last_read_round < 0 and self._has_history(row):  # its cached tokens
                 self._write_history(row, row.prompt[: row.cached_tokens], 0)
             chunk = self._next_chunk(row, tokens)
             scores.add(row, group, chunks[group], chunk)
             chunks[group].append(chunk)
-            row.read_last = self._round
+            row.last_read_round = self._round
             if scheduler.read(row, tokens):
                 if row.replay:
                     self._write_history(row, row.replay, len(row.prompt))
-                at = group * limits.rows_per_group + taken[group]
-                taken[group] += 1
-                places[at], ended[at], sources[at] = row.index, row, len(chunks[group]) - 1
+                at = group * limits.rows_per_group + num_lines[group]
+                num_lines[group] += 1
+                row_indices[at], finishing_rows[at], sources[at] = (
+                    row.index,
+                    row,
+                    len(chunks[group]) - 1,
+                )
         self._send_deltas()
-        packed = layout.pack(chunks, places, sources)
-        told, scores.told = self.runner.prefill(
-            entry, packed, wanted=scores.wanted, pooled=scores.ranges
+        packed = layout.pack(chunks, row_indices, sources)
+        outputs, scores.results = self.runner.prefill(
+            entry, packed, score_targets=scores.wanted, pooled=scores.ranges
         )
-        if any(chunk.place >= 0 for group in chunks for chunk in group):
+        if any(chunk.history_row >= 0 for group in chunks for chunk in group):
             self.runner.remember(entry.tokens, packed)
         self._send_copies()  # states after the tokens read now, to their checkpoint slots
-        if (places >= 0).any():
-            told = self._first_tokens(told, places, decoding, ended)
+        if (row_indices >= 0).any():
+            outputs = self._first_tokens(outputs, row_indices, decoding, finishing_rows)
         read = sum(map(sum, pieces))
         self.stats.prompt_tokens += read
         self.stats.prefill_steps += 1
         if running is not None:
             self.stats.decode_steps += 1
             moved = np.zeros_like(scheduler.cached)
-            moved[running.places] = 1
+            moved[running.row_indices] = 1
             scheduler.sent(moved)
         flight = InFlightStep(
-            told, decoding, running, ended=ended, prompt_tokens=read, scores=scores
+            outputs,
+            decoding,
+            running,
+            finishing_rows=finishing_rows,
+            prompt_tokens=read,
+            scores=scores,
         )
         self._rounds_in_flight[-1].append(flight)
         return True
@@ -217,12 +226,12 @@ class OverlapLoop:
     def _first_tokens(
         self,
         logits: jax.Array,
-        places: np.ndarray,
+        row_indices: np.ndarray,
         decoding: Sequence[RunningRequest | None],
-        ended: Sequence[RunningRequest | None],
+        finishing_rows: Sequence[RunningRequest | None],
     ) -> jax.Array:
         """Samples the decoding rows of a step with prompts, and those that finish their prompt."""
-        rows = [one or other for one, other in zip(decoding, ended, strict=True)]
+        rows = [one or other for one, other in zip(decoding, finishing_rows, strict=True)]
         level = max(row.level for row in rows if row is not None)
         words = None
         if any(row is not None and row.request.grammar for row in rows):
@@ -230,7 +239,7 @@ class OverlapLoop:
                 self.drain()  # a grammar needs the row's tokens in flight
                 self._rounds_in_flight.append([])
             words = fill_bitmask(rows, len(rows), self.scheduler.vocab_size)
-        return self.runner.first(logits, places, level, words)
+        return self.runner.first(logits, row_indices, level, words)
 
     def _pieces(
         self, rows: Sequence[RunningRequest], running: DecodeBatchPlan | None
@@ -242,7 +251,7 @@ class OverlapLoop:
             waiting[int(scheduler.group_of(row.index))].append(scheduler.readable(row))
         sizes = limits.prefill_sizes if running is None else limits.mixed_sizes
         bounds: Any = dict(line=limits.line_tokens, rows=limits.prompt_rows)
-        return prompt_pieces(sizes, waiting, **bounds, whole=limits.reproducible)
+        return prompt_pieces(sizes, waiting, **bounds, whole_prompts=limits.reproducible)
 
     def _assign_tokens(
         self, rows: Sequence[RunningRequest], pieces: Sequence[Sequence[int]]
@@ -255,7 +264,7 @@ class OverlapLoop:
     def _place_running(
         self,
         running: DecodeBatchPlan | None,
-        places: np.ndarray,
+        row_indices: np.ndarray,
         decoding: list[RunningRequest | None],
     ) -> list[int]:
         """Gives the decoding rows the first lines of logits of their data group. Returns the
@@ -263,11 +272,11 @@ class OverlapLoop:
         scheduler, limits = self.scheduler, self.scheduler.limits
         taken = [0] * limits.groups
         if running is not None:
-            for index in running.places.tolist():
+            for index in running.row_indices.tolist():
                 group = int(scheduler.group_of(index))
                 at = group * limits.rows_per_group + taken[group]
                 taken[group] += 1
-                places[at], decoding[at] = index, scheduler.rows.get(index)
+                row_indices[at], decoding[at] = index, scheduler.rows.get(index)
         return taken
 
     def _has_history(self, row: RunningRequest) -> bool:
@@ -302,47 +311,48 @@ class OverlapLoop:
         self._send_deltas()
         if running is None:
             return
-        limits, words = self.scheduler.limits, None
+        limits, make_bitmask = self.scheduler.limits, None
         if running.grammars:
-            words = functools.partial(self._masks_after_all, running.rows)
-        moved, drafts = running.moved, running.drafts
+            make_bitmask = functools.partial(self._masks_after_all, running.rows)
+        moved, drafts = running.num_new_tokens, running.drafts
         if drafts and limits.uses_draft_head:
             drafts = self.switch.choose(sampled_rows(limits, len(running.lines)))
             moved = moved if drafts else np.minimum(moved, 1)
         if steps > 1:  # a row gets no more tokens than it may generate
-            moved = np.minimum(moved * steps, self.scheduler.left)
+            moved = np.minimum(moved * steps, self.scheduler.num_remaining)
         self.scheduler.sent(moved)
-        told = self.runner.decode(running.lines, running.level, words, steps, drafts)
+        told = self.runner.decode(running.lines, running.level, make_bitmask, steps, drafts)
         self.stats.decode_steps += steps
         self._rounds_in_flight[-1].append(InFlightStep(told, running.rows, running, steps))
 
     def _next_running(self) -> tuple[DecodeBatchPlan | None, int]:
         """Returns (the rows to decode, the number of steps), with pages for their next tokens.
         The rows are None if none decodes."""
-        scheduler, known = self.scheduler, self._running
-        if known and known.changes == scheduler.changes:
-            steps = self._steps(known)
+        scheduler, plan = self.scheduler, self._running
+        if plan and plan.changes == scheduler.changes:
+            steps = self._steps(plan)
             if self._steady >= steps:
                 self._steady -= steps
-                return known, steps
-        places = self._grow_rows()
-        if not len(places):
+                return plan, steps
+        row_indices = self._grow_rows()
+        if not len(row_indices):
             self._running = None
             return None, 1
         if (
-            known is None
-            or known.changes != scheduler.changes
-            or not np.array_equal(known.places, places)
+            plan is None
+            or plan.changes != scheduler.changes
+            or not np.array_equal(plan.row_indices, row_indices)
         ):
-            known = self._running = self._found(places)
-        steps = self._steps(known)
+            plan = self._running = self._found(row_indices)
+        steps = self._steps(plan)
         # A call of several steps always runs them all, which is too long for the last few tokens.
         if steps > 1 and (
-            4 * scheduler.left[places].max() <= steps or not scheduler.grow(places, steps)
+            4 * scheduler.num_remaining[row_indices].max() <= steps
+            or not scheduler.grow(row_indices, steps)
         ):
             steps = 1
-        self._steady = scheduler.steady(places) - steps
-        return known, steps
+        self._steady = scheduler.steady(row_indices) - steps
+        return plan, steps
 
     def _steps(self, running: DecodeBatchPlan) -> int:
         """The number of steps of the next call. A row that ends within a call leaves its place
@@ -350,33 +360,39 @@ class OverlapLoop:
         scheduler = self.scheduler
         if scheduler.reads:
             return 1
-        if scheduler.waiting and scheduler.left[running.places].min() < running.most:
+        if (
+            scheduler.waiting
+            and scheduler.num_remaining[running.row_indices].min() < running.max_steps
+        ):
             return 1
-        return running.most
+        return running.max_steps
 
-    def _found(self, places: np.ndarray) -> DecodeBatchPlan:
-        scheduler, lines = self.scheduler, self._lines(places)
+    def _found(self, row_indices: np.ndarray) -> DecodeBatchPlan:
+        scheduler, lines = self.scheduler, self._lines(row_indices)
         rows = [scheduler.rows.get(index) for index in lines.tolist()]
-        there = [row for row in rows if row is not None]
-        level = SamplingMode(int(scheduler.levels[places].max()))
-        grammars = any(row.request.grammar for row in there)
-        limits, plain = scheduler.limits, len(there) == len(places) and all(r.plain for r in there)
+        active_rows = [row for row in rows if row is not None]
+        level = SamplingMode(int(scheduler.levels[row_indices].max()))
+        grammars = any(row.request.grammar for row in active_rows)
+        limits, plain = (
+            scheduler.limits,
+            len(active_rows) == len(row_indices) and all(r.plain for r in active_rows),
+        )
         alone = not grammars and round_of(limits, limits.batch, level) is not None
         moved = np.zeros_like(scheduler.cached)
-        moved[places] = limits.step_tokens if alone else 1
+        moved[row_indices] = limits.step_tokens if alone else 1
         drafts = bool(alone and limits.speculate)
         return DecodeBatchPlan(
             lines=lines,
-            places=places,
-            moved=moved,
-            most=limits.round_steps if alone and plain else 1,
+            row_indices=row_indices,
+            num_new_tokens=moved,
+            max_steps=limits.round_steps if alone and plain else 1,
             drafts=drafts,
             rows=rows,
-            requests=[row.request for row in there],
-            texts=[row.tokens for row in there],
+            requests=[row.request for row in active_rows],
+            token_lists=[row.tokens for row in active_rows],
             level=level,
             grammars=grammars,
-            kept=np.flatnonzero(lines >= 0),
+            active_lines=np.flatnonzero(lines >= 0),
             plain=plain,
             changes=scheduler.changes,
         )
@@ -446,4 +462,4 @@ class OverlapLoop:
 
 def _gives_first(step: InFlightStep) -> bool:
     """Whether rows get their first tokens from this step."""
-    return any(row is not None for row in step.ended)
+    return any(row is not None for row in step.finishing_rows)

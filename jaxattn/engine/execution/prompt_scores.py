@@ -28,35 +28,36 @@ class PromptScores:
         vocab_size: The vocabulary size of the model.
         rows: The rows whose tokens are scored, in the order of `wanted`, each with pairs: the index
             of the preceding token in the step, and the token itself.
-        alone: The rows whose prompt is a single token. No token precedes it, so they need no call.
+        single_token_rows: The rows whose prompt is a single token. No token precedes it, so they
+            need no call.
         pooled: The rows to pool, each with a range of the step's tokens.
-        told: The results of `ScoreStep` and then of `PoolingStep`, once these are sent.
+        results: The results of `ScoreStep` and then of `PoolingStep`, once these are sent.
     """
 
     layout: PromptLayout
     score: ScoreStep
     vocab_size: int
     rows: dict[ScoreControls, list[_Places]] = dataclasses.field(default_factory=dict)
-    alone: list[RunningRequest] = dataclasses.field(default_factory=list)
+    single_token_rows: list[RunningRequest] = dataclasses.field(default_factory=list)
     pooled: list[tuple[RunningRequest, tuple[int, int]]] = dataclasses.field(default_factory=list)
-    told: list[jax.Array] = dataclasses.field(default_factory=list)
+    results: list[jax.Array] = dataclasses.field(default_factory=list)
 
     def add(
-        self, row: RunningRequest, group: int, before: Sequence[PromptChunk], chunk: PromptChunk
+        self, row: RunningRequest, group: int, preceding: Sequence[PromptChunk], chunk: PromptChunk
     ) -> None:
         """Adds the tokens that the chunk scores or pools, if the request asked for them.
 
         Args:
-            before: The chunks of the same data group that precede this one in the step.
+            preceding: The chunks of the same data group that precede this one in the step.
         """
         cached = chunk.length - len(chunk.tokens)
-        begin = self.layout.first_token(group, before) - cached
+        begin = self.layout.first_token(group, preceding) - cached
         if own := row.next_pooled(cached, chunk.length):
             self.pooled.append((row, (begin + own.start, begin + own.stop)))
         positions = row.next_scored(cached, len(chunk.tokens))
         if not positions:
             if len(row.prompt) == 1 and row.request.prompt_logprobs is not None:
-                self.alone.append(row)
+                self.single_token_rows.append(row)
             return
         places = np.empty((len(positions), 2), np.int32)
         places[:, 0] = np.arange(positions.start, positions.stop) + (begin - 1)
@@ -71,7 +72,7 @@ class PromptScores:
         found, size = [], self.score.size(self.vocab_size)
         for controls, rows in self.rows.items():
             most = max(row.request.prompt_logprobs or 0 for row, _ in rows)
-            asked = dataclasses.replace(controls, most=most)
+            asked = dataclasses.replace(controls, num_likeliest=most)
             found.append((asked, min(size, FEWEST) if asked.filtered else size, rows))
         return found
 
@@ -93,20 +94,20 @@ class PromptScores:
         """Waits for the pooled sums, and returns each row with the sum of its range."""
         if not self.pooled:
             return []
-        told = np.concatenate([np.asarray(each) for each in self.told[-len(self.ranges) :]])
+        told = np.concatenate([np.asarray(each) for each in self.results[-len(self.ranges) :]])
         return [(row, sum_) for (row, _), sum_ in zip(self.pooled, told, strict=False)]
 
     def read(self) -> list[tuple[RunningRequest, Int[np.ndarray, "n 2+2*most"]]]:
         """Waits for the scores, and returns each row with the lines of its next tokens."""
-        found = [(row, PromptLogprobs.NO_LINES) for row in self.alone]
+        row_scores = [(row, PromptLogprobs.NO_LINES) for row in self.single_token_rows]
         if not self.rows:
-            return found
-        scored = iter(self.told[: len(self.told) - len(self.ranges)])
+            return row_scores
+        scored = iter(self.results[: len(self.results) - len(self.ranges)])
         for _, size, rows in self.calls:
             count = sum(len(places) for _, places in rows)
             calls = itertools.islice(scored, -(-count // size))
             lines, first = np.concatenate([np.asarray(each) for each in calls]), 0
             for row, places in rows:
-                found.append((row, lines[first : first + len(places)]))
+                row_scores.append((row, lines[first : first + len(places)]))
                 first += len(places)
-        return found
+        return row_scores

@@ -25,29 +25,29 @@ class DecodeBatchPlan:
 
     Attributes:
         lines: The row index of each line of a step; -1 is padding.
-        places: The indices of the rows.
-        moved: int32 [B], the maximum number of tokens that a step gives each row. The scheduler
-            counts with it until the step is read.
-        most: The maximum number of steps per call.
+        row_indices: The indices of the rows.
+        num_new_tokens: int32 [B], the maximum number of tokens that a step gives each row. The
+            scheduler counts with it until the step is read.
+        max_steps: The maximum number of steps per call.
         drafts: Whether these steps may use drafts.
         rows: The rows by their line; None is padding.
         requests: The requests of the rows.
-        texts: The generated tokens of each row.
-        kept: The lines that are not padding.
+        token_lists: The generated tokens of each row.
+        active_lines: The lines that are not padding.
         plain: Whether the host only passes the tokens on.
         changes: The scheduler's `changes` when this plan was made.
     """
 
     lines: np.ndarray
-    places: np.ndarray
-    moved: np.ndarray
-    most: int
+    row_indices: np.ndarray
+    num_new_tokens: np.ndarray
+    max_steps: int
     drafts: bool
     rows: list[RunningRequest | None]
     requests: list[Request]
-    texts: list[list[int]]
+    token_lists: list[list[int]]
     level: SamplingMode
-    kept: np.ndarray
+    active_lines: np.ndarray
     grammars: bool
     plain: bool
     changes: int
@@ -58,20 +58,20 @@ class InFlightStep:
     """A step in flight, whose results the host has not read.
 
     Attributes:
-        told: The result of `advance`, or logits that no row samples.
+        outputs: The result of `advance`, or logits that no row samples.
         rows: The rows that decode, by their line; None is padding.
         running: The plan of these rows; None if no row decodes.
         steps: The number of decode steps.
-        ended: The rows that get their first token, by their line.
+        finishing_rows: The rows that get their first token, by their line.
         prompt_tokens: The number of prompt tokens that the step reads.
         scores: The prompt tokens that the step scores or pools.
     """
 
-    told: jax.Array
+    outputs: jax.Array
     rows: Sequence[RunningRequest | None]
     running: DecodeBatchPlan | None = None
     steps: int = 1
-    ended: Sequence[RunningRequest | None] = ()
+    finishing_rows: Sequence[RunningRequest | None] = ()
     prompt_tokens: int = 0
     scores: PromptScores | None = None
 
@@ -100,64 +100,70 @@ class StepOutputReader:
         """Waits for a step and processes its results. Steps end in the order in which they were
         sent, so the step's own time is the time since the one before it ended.
         """
-        tells = any(row is not None for row in (*flight.rows, *flight.ended))
+        has_rows = any(row is not None for row in (*flight.rows, *flight.finishing_rows))
         before = time.perf_counter()
-        if tells:
-            told = np.asarray(flight.told)
+        if has_rows:
+            outputs = np.asarray(flight.outputs)
         else:
-            flight.told.block_until_ready()
+            flight.outputs.block_until_ready()
         now = time.perf_counter()
         self.stats.waited_seconds += now - before
-        spent, self._read_at = now - self._read_at, now
+        elapsed, self._read_at = now - self._read_at, now
         running = flight.running
         if flight.prompt_tokens:
-            decoded = 0 if running is None else len(running.places)
+            decoded = 0 if running is None else len(running.row_indices)
             of_prompts = flight.prompt_tokens / (flight.prompt_tokens + decoded)
-            self.stats.prefill_seconds += spent * of_prompts
+            self.stats.prefill_seconds += elapsed * of_prompts
             if flight.scores is not None:
                 self.endings.process_prompt_logprobs(flight.scores.read())
                 self.endings.process_pooled_sums(flight.scores.sums())
-            if tells:
-                self.endings.take(flight.ended, told)
-                self.stats.decoded_tokens += self.endings.take(flight.rows, told)
+            if has_rows:
+                self.endings.take(flight.finishing_rows, outputs)
+                self.stats.decoded_tokens += self.endings.take(flight.rows, outputs)
             return
         assert running is not None
-        if running.drafts and self.scheduler.limits.uses_draft_head and tells:
-            self._observe(running, told, spent)
-        self.stats.decoded_tokens += self._process_decode(flight, running, told)
+        if running.drafts and self.scheduler.limits.uses_draft_head and has_rows:
+            self._observe(running, outputs, elapsed)
+        self.stats.decoded_tokens += self._process_decode(flight, running, outputs)
 
-    def _observe(self, running: DecodeBatchPlan, told: np.ndarray, seconds: float) -> None:
+    def _observe(self, running: DecodeBatchPlan, outputs: np.ndarray, seconds: float) -> None:
         """Reports a step's time to the switch. The step used drafts if rows have several tokens."""
-        counts = told[..., 1] != FinishCode.IDLE
+        counts = outputs[..., 1] != FinishCode.IDLE
         rows = np.count_nonzero(counts[:, 0] if counts.ndim == 2 else counts)
         if rows:
             bucket = sampled_rows(self.scheduler.limits, len(running.lines))
             tokens = np.count_nonzero(counts) / rows
-            drafting = self.switch.observe(bucket, told.ndim == 3, seconds, tokens)
+            drafting = self.switch.observe(bucket, outputs.ndim == 3, seconds, tokens)
             self.stats.drafting[bucket] = drafting
 
     def _process_decode(
-        self, flight: InFlightStep, running: DecodeBatchPlan, told: np.ndarray
+        self, flight: InFlightStep, running: DecodeBatchPlan, outputs: np.ndarray
     ) -> int:
         """Processes a call of decode steps. Returns the number of tokens."""
         if flight.steps == 1:
-            if told.ndim == 3:
-                return self._process_drafts(running, told)
-            told = told[None]
+            if outputs.ndim == 3:
+                return self._process_drafts(running, outputs)
+            outputs = outputs[None]
         if running.plain and running.changes == self.scheduler.changes:
-            own = told if len(running.kept) == told.shape[1] else told[:, running.kept]
+            own = (
+                outputs
+                if len(running.active_lines) == outputs.shape[1]
+                else outputs[:, running.active_lines]
+            )
             if not np.count_nonzero(own[:, :, 1]):
-                return self.endings.process_tokens(running.requests, running.texts, own[:, :, 0])
-        return sum(self.endings.take(running.rows, step) for step in told)
+                return self.endings.process_tokens(
+                    running.requests, running.token_lists, own[:, :, 0]
+                )
+        return sum(self.endings.take(running.rows, step) for step in outputs)
 
-    def _process_drafts(self, running: DecodeBatchPlan, told: np.ndarray) -> int:
+    def _process_drafts(self, running: DecodeBatchPlan, outputs: np.ndarray) -> int:
         """Processes a step with drafts, int32 [b, S, 2] from `verify`. Returns its token count."""
-        tokens = told.shape[1]
-        counts = np.count_nonzero(told[:, :, 1] != FinishCode.IDLE, axis=1)
+        tokens = outputs.shape[1]
+        counts = np.count_nonzero(outputs[:, :, 1] != FinishCode.IDLE, axis=1)
         for row, count in zip(running.rows, counts.tolist(), strict=False):
             if row is not None and not row.ended:
                 self.scheduler.rollback_drafts(row, tokens - count)
         self.stats.drafted_tokens += (tokens - 1) * int(np.count_nonzero(counts))
-        first, *others = [self.endings.take(running.rows, told[:, at]) for at in range(tokens)]
+        first, *others = [self.endings.take(running.rows, outputs[:, at]) for at in range(tokens)]
         self.stats.guessed_tokens += sum(others)
         return first + sum(others)

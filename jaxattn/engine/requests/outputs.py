@@ -169,8 +169,8 @@ def logprob_array(
         ValueError: A text is longer than `length`.
     """
     texts = list(rows)
-    found = np.full((len(texts), length), np.nan, np.float32)
-    for place, (line, text) in enumerate(zip(found, texts, strict=True)):
+    padded = np.full((len(texts), length), np.nan, np.float32)
+    for place, (line, text) in enumerate(zip(padded, texts, strict=True)):
         if len(text) > length:
             raise ValueError(
                 f"logprob_array: text {place} has {len(text)} tokens, more than {length=}"
@@ -179,7 +179,7 @@ def logprob_array(
             line[: len(text)] = text.tokens
         else:
             line[: len(text)] = [np.nan if each is None else each.token for each in text]
-    return found
+    return padded
 
 
 class TokenEvent(NamedTuple):

@@ -295,25 +295,25 @@ def _copied(name: str, prompt: Any) -> Sequence[int]:
     return tuple(map(operator.index, tokens))
 
 
-def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Returns pairs of a token and the bias of its logit, sorted by token."""
-    pairs = given.items() if isinstance(given, Mapping) else given
+    pairs = value.items() if isinstance(value, Mapping) else value
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
-        raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
-    found: dict[int, float] = {}
+        raise TypeError(f"logit_bias must map tokens to numbers, got {value!r}")
+    biases: dict[int, float] = {}
     for pair in pairs:
         if isinstance(pair, str | bytes) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise TypeError(f"logit_bias must map tokens to numbers, got {given!r}")
+            raise TypeError(f"logit_bias must map tokens to numbers, got {value!r}")
         token, bias = pair
         _check_token("logit_bias: a token", token)
         if not isinstance(bias, numbers.Real):
             raise TypeError(f"logit_bias[{token}] must be a number, got {bias!r}")
         if not -100 <= float(bias) <= 100:
             raise ValueError(f"logit_bias[{token}] must be from -100 to 100; got {bias}")
-        found[operator.index(token)] = float(bias)
-    if len(found) > MOST_BIASES:
-        raise ValueError(f"logit_bias has {len(found)} tokens; at most {MOST_BIASES} are allowed")
-    return tuple(sorted(found.items()))
+        biases[operator.index(token)] = float(bias)
+    if len(biases) > MOST_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} tokens; at most {MOST_BIASES} are allowed")
+    return tuple(sorted(biases.items()))
 
 
 def _check_token(name: str, token: Any) -> None:

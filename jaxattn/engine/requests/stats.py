@@ -66,14 +66,14 @@ class GenerationStats:
 class RequestTimes:
     """The times at which a request was added and at which its first token came."""
 
-    added: float
-    first_token: float | None = None
+    arrival_time: float
+    first_token_time: float | None = None
 
     def first(self, now: float) -> None:
-        if self.first_token is None:
-            self.first_token = now
+        if self.first_token_time is None:
+            self.first_token_time = now
 
     def read(self, now: float) -> tuple[float | None, float]:
         """Returns (seconds to the first token, seconds), both since the request was added."""
-        first = None if self.first_token is None else self.first_token - self.added
-        return first, now - self.added
+        first = None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        return first, now - self.arrival_time

@@ -48,13 +48,13 @@ class RecompilationGuard:
 
     Attributes:
         counts: The number of events by kind: "trace", "lowering", "compilation", "buffer".
-        what: A description of each event.
+        messages: A description of each event.
     """
 
     def __init__(self, *, strict: bool = False):
         self.strict = strict
         self.counts: collections.Counter[str] = collections.Counter()
-        self.what: list[str] = []
+        self.messages: list[str] = []
         self._watched = 0
         self._addresses: Sequence[int] = ()
         PROCESS_STATE.listen(_on_event)
@@ -118,14 +118,14 @@ class RecompilationGuard:
             self._addresses = now
             self.note("buffer", f"new buffer of {', '.join(moved) or 'another structure'}")
 
-    def note(self, kind: str, what: str) -> None:
+    def note(self, kind: str, message: str) -> None:
         """Counts an event; in strict mode raises SealError."""
         self.counts[kind] += 1
-        self.what.append(f"{kind}: {what}")
+        self.messages.append(f"{kind}: {message}")
         if self.strict:
             raise SealError(
-                f"{kind} after the engine was sealed: {what}; a step may use only the executables "
-                "that warm-up compiled"
+                f"{kind} after the engine was sealed: {message}; a step may use only the "
+                "executables that warm-up compiled"
             )
 
 

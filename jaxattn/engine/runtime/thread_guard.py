@@ -22,8 +22,8 @@ class ThreadGuard:
         self._busy = threading.Lock()
 
     @contextlib.contextmanager
-    def alone(self, what: str, *, nested: bool) -> Iterator[None]:
-        """Keeps other threads out while this one calls `what`.
+    def alone(self, method_name: str, *, nested: bool) -> Iterator[None]:
+        """Keeps other threads out while this one calls `method_name`.
 
         Args:
             nested: Whether a callback of the thread that is inside may also make this call.
@@ -36,22 +36,22 @@ class ThreadGuard:
         me = threading.get_ident()
         if self._thread == me:
             if not nested:
-                raise EngineBusyError(f"{what} was called from a callback of this engine")
+                raise EngineBusyError(f"{method_name} was called from a callback of this engine")
             yield
             return
         if self.closed:
             raise RuntimeError("this engine is closed; create a new one")
-        held = False
+        acquired = False
         try:
-            held = self._busy.acquire(blocking=False)
-            if not held:
+            acquired = self._busy.acquire(blocking=False)
+            if not acquired:
                 raise EngineBusyError(
-                    f"{what}: another thread is using this engine; give each thread its own "
+                    f"{method_name}: another thread is using this engine; give each thread its own "
                     "engine (engines share executables)"
                 )
             self._thread = me
             yield
         finally:
-            if held:
+            if acquired:
                 self._thread = None
                 self._busy.release()

@@ -44,12 +44,12 @@ def fill_bitmask(rows: Sequence[MaskedRow | None], lines: int, vocab: int) -> np
 
 @jax.named_scope("grammar")
 def masked(
-    logits: Float[Array, "b vocab"], words: Int[Array, "b words"]
+    logits: Float[Array, "b vocab"], bitmask: Int[Array, "b words"]
 ) -> Float[Array, "b vocab"]:
     """Returns the logits with -inf for forbidden tokens. A row with only ones keeps its bits.
 
     Columns after the last word belong to no token, and are -inf already.
     """
     token = jnp.arange(logits.shape[1])
-    bits = words[:, jnp.minimum(token // 32, words.shape[1] - 1)] >> (token % 32)
+    bits = bitmask[:, jnp.minimum(token // 32, bitmask.shape[1] - 1)] >> (token % 32)
     return jnp.where(bits & 1 > 0, logits, -jnp.inf)

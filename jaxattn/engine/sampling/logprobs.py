@@ -12,7 +12,7 @@ from jaxattn.engine.requests.request import MOST_LOGPROBS
 def logprobs(
     logits: Float[Array, "B vocab"],
     tokens: Int[Array, "B"],
-    most: Int[Array, ""] | int = MOST_LOGPROBS,
+    num_likeliest: Int[Array, ""] | int = MOST_LOGPROBS,
 ) -> Int[Array, "B 1+2*20"]:
     """Returns the bits of each token's log-probability, the likeliest tokens, and the bits of
     theirs.
@@ -21,22 +21,28 @@ def logprobs(
     sort. Among equal tokens the lowest id comes first.
 
     Args:
-        most: The number of likeliest tokens to find; the remaining places hold -1.
+        num_likeliest: The number of likeliest tokens to find; the remaining places hold -1.
     """
     rows, vocab = logits.shape
     row = jnp.arange(rows)
-    most = min(most, vocab) if isinstance(most, int) else jnp.minimum(most, vocab)
+    num_likeliest = (
+        min(num_likeliest, vocab)
+        if isinstance(num_likeliest, int)
+        else jnp.minimum(num_likeliest, vocab)
+    )
     whole = jax.nn.logsumexp(logits, axis=-1)
-    own = logits[row, jnp.maximum(tokens, 0)] - whole
+    token_logprobs = logits[row, jnp.maximum(tokens, 0)] - whole
 
-    def next_best(rank: Array, found: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        rest, ids, values = found
+    def next_best(rank: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        rest, ids, values = carry
         best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
         values = values.at[:, rank].set(rest[row, best] - whole)
         return rest.at[row, best].set(-jnp.inf), ids.at[:, rank].set(best), values
 
     ids = jnp.full((rows, MOST_LOGPROBS), -1, jnp.int32)
     values = jnp.full((rows, MOST_LOGPROBS), -jnp.inf)
-    _, ids, values = lax.fori_loop(0, most, next_best, (logits, ids, values))
-    bits = lax.bitcast_convert_type(jnp.concatenate([own[:, None], values], axis=1), jnp.int32)
+    _, ids, values = lax.fori_loop(0, num_likeliest, next_best, (logits, ids, values))
+    bits = lax.bitcast_convert_type(
+        jnp.concatenate([token_logprobs[:, None], values], axis=1), jnp.int32
+    )
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)

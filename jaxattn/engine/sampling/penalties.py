@@ -13,7 +13,7 @@ BLOCK = 1024
 def penalized(
     logits: Float[Array, "b vocab"],
     history: Int[Array, "B L"],
-    at: Int[Array, "b"],
+    row_indices: Int[Array, "b"],
     prompts: Int[Array, "b"],
     lengths: Int[Array, "b"],
     *,
@@ -25,7 +25,7 @@ def penalized(
 
     Args:
         history: The tokens of all rows.
-        at: The index of each row of `logits` in `history`; B for no row.
+        row_indices: The index of each row of `logits` in `history`; B for no row.
         prompts: The number of each row's tokens that belong to the prompt.
         lengths: The number of each row's tokens.
         repetition: The divisor of positive logits, and the factor of negative ones, for tokens that
@@ -34,7 +34,9 @@ def penalized(
         frequency: The number subtracted once per occurrence of a generated token.
     """
     some = (repetition != 1) | (presence != 0) | (frequency != 0)
-    in_prompt, behind = _counts(logits.shape, history, at, prompts, jnp.where(some, lengths, 0))
+    in_prompt, behind = _counts(
+        logits.shape, history, row_indices, prompts, jnp.where(some, lengths, 0)
+    )
     by = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / by, logits * by)
     repeated = jnp.where(in_prompt + behind > 0, repeated, logits)
@@ -43,7 +45,7 @@ def penalized(
 
 
 def _counts(
-    shape: tuple[int, ...], history: Array, at: Array, prompts: Array, lengths: Array
+    shape: tuple[int, ...], history: Array, row_indices: Array, prompts: Array, lengths: Array
 ) -> tuple[Int[Array, "b vocab"], Int[Array, "b vocab"]]:
     """Returns how often each token occurs in the prompt, and after it."""
     longest = history.shape[1]
@@ -54,12 +56,12 @@ def _counts(
         first = jnp.minimum(i * size, longest - size)
         places = first + jnp.arange(size)
         tokens = lax.dynamic_slice_in_dim(history, first, size, axis=1)
-        tokens = tokens.at[at].get(mode="fill", fill_value=shape[1])
+        tokens = tokens.at[row_indices].get(mode="fill", fill_value=shape[1])
         there = (places >= i * size) & (places < lengths[:, None])
         generated = places >= prompts[:, None]
 
-        def with_these(count: Array, which: Array) -> Array:
-            return count.at[row, jnp.where(which, tokens, shape[1])].add(1, mode="drop")
+        def with_these(count: Array, mask: Array) -> Array:
+            return count.at[row, jnp.where(mask, tokens, shape[1])].add(1, mode="drop")
 
         return (
             with_these(counts[0], there & ~generated),

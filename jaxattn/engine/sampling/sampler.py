@@ -117,7 +117,7 @@ def draw(
 def masked_logits(
     logits: Float[Array, "B vocab"],
     sampling: SamplingBatch,
-    most: Float[Array, "B 1"] | None = None,
+    max_logits: Float[Array, "B 1"] | None = None,
     level: SamplingMode = SamplingMode.CONTROLS,
 ) -> Float[Array, "B vocab"]:
     """Returns the logits of the distribution from which each row draws, -inf for excluded tokens.
@@ -125,13 +125,13 @@ def masked_logits(
     A row is NaN if its largest logit is infinite or NaN.
 
     Args:
-        most: The largest logit of each row, if it is known.
+        max_logits: The largest logit of each row, if it is known.
     """
-    most = logits.max(axis=-1, keepdims=True) if most is None else most
+    max_logits = logits.max(axis=-1, keepdims=True) if max_logits is None else max_logits
     draws = sampling.temperature > 0
     heat = jnp.where(draws, sampling.temperature, 1.0)
     # Subtract the maximum before the division: a tiny temperature then gives -inf, not inf - inf.
-    scaled = _min_p((logits - most) / heat[:, None], sampling)
+    scaled = _min_p((logits - max_logits) / heat[:, None], sampling)
     if level <= SamplingMode.DRAWS:
         return scaled
     return _filters(scaled, sampling, draws & ((sampling.top_k > 0) | (sampling.top_p < 1)))
@@ -155,22 +155,24 @@ def _filters(
     count = sampling.top_k[:, None].astype(jnp.float32)
     ones = jnp.ones_like(scaled)
     # The k-th largest key is the least one with fewer than k above it.
-    least = _find_threshold(keys, ones, count)
-    above = (keys > least).sum(1, keepdims=True)
-    few = (keys == least) & (_count_lower_ids(keys == least) < count - above)
-    kept = (sampling.top_k[:, None] == 0) | (keys > least) | few
-    scaled = jnp.where(kept, scaled, -jnp.inf)
+    threshold = _find_threshold(keys, ones, count)
+    weight_above = (keys > threshold).sum(1, keepdims=True)
+    is_kept_tie = (keys == threshold) & (_count_lower_ids(keys == threshold) < count - weight_above)
+    is_kept = (sampling.top_k[:, None] == 0) | (keys > threshold) | is_kept_tie
+    scaled = jnp.where(is_kept, scaled, -jnp.inf)
 
     keys, chances = _to_sortable_ints(scaled), jax.nn.softmax(scaled)
     top_p = sampling.top_p[:, None]
-    least = _find_threshold(keys, chances, top_p)
-    above = jnp.where(keys > least, chances, 0).sum(1, keepdims=True)
-    equal = jnp.where(keys == least, chances, 0).max(1, keepdims=True)
-    few = (keys == least) & (above + equal * _count_lower_ids(keys == least) < top_p)
+    threshold = _find_threshold(keys, chances, top_p)
+    weight_above = jnp.where(keys > threshold, chances, 0).sum(1, keepdims=True)
+    equal = jnp.where(keys == threshold, chances, 0).max(1, keepdims=True)
+    is_kept_tie = (keys == threshold) & (
+        weight_above + equal * _count_lower_ids(keys == threshold) < top_p
+    )
     # A sum of float32 can reach 1 before the last token, but top_p=1 has to keep them all.
     best = jnp.arange(scaled.shape[1]) == jnp.argmax(scaled, axis=1)[:, None]
-    kept = (top_p >= 1) | (keys > least) | few | best
-    return jnp.where(kept | ~filters[:, None], scaled, -jnp.inf)
+    is_kept = (top_p >= 1) | (keys > threshold) | is_kept_tie | best
+    return jnp.where(is_kept | ~filters[:, None], scaled, -jnp.inf)
 
 
 def _to_sortable_ints(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
@@ -181,9 +183,9 @@ def _to_sortable_ints(x: Float[Array, "B vocab"]) -> UInt[Array, "B vocab"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _count_lower_ids(marked: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
+def _count_lower_ids(mask: Bool[Array, "B vocab"]) -> Int[Array, "B vocab"]:
     """Returns how many marked tokens have a lower id."""
-    return jnp.cumsum(marked, axis=1, dtype=jnp.int32) - marked
+    return jnp.cumsum(mask, axis=1, dtype=jnp.int32) - mask
 
 
 def _find_threshold(
@@ -195,11 +197,11 @@ def _find_threshold(
     would have to wait for it.
     """
 
-    def two_bits(i: Array, least: Array) -> Array:
+    def two_bits(i: Array, threshold: Array) -> Array:
         shift = (30 - 2 * i).astype(jnp.uint32)
-        steps = [least + ((jnp.uint32(step) << shift) - 1) for step in (1, 2, 3)]
+        steps = [threshold + ((jnp.uint32(step) << shift) - 1) for step in (1, 2, 3)]
         sums = [jnp.where(keys > step, weights, 0).sum(1, keepdims=True) for step in steps]
         passed = sum((total >= limit).astype(jnp.uint32) for total in sums)
-        return least + (passed << shift)
+        return threshold + (passed << shift)
 
     return lax.fori_loop(0, 16, two_bits, jnp.zeros_like(keys[:, :1]))

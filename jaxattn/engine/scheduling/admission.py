@@ -32,9 +32,9 @@ class AnswerLengths:
         self._sorted = np.sort(self._lengths)
 
     def expected(
-        self, generated: Int[np.ndarray, "B"], left: Int[np.ndarray, "B"]
+        self, generated: Int[np.ndarray, "B"], max_remaining: Int[np.ndarray, "B"]
     ) -> Int[np.ndarray, "B"]:
-        """Returns how many more tokens the answers are expected to get, at most `left`.
+        """Returns how many more tokens the answers are expected to get, at most `max_remaining`.
 
         An answer grows to the mean of longer recent answers, or doubles if none was longer.
         """
@@ -42,14 +42,14 @@ class AnswerLengths:
         first = np.searchsorted(self._sorted, generated, side="right")
         longer = len(self._sorted) - first
         mean = np.where(longer > 0, sums[first] // np.maximum(longer, 1), 2 * generated)
-        return np.minimum(mean - generated, left)
+        return np.minimum(mean - generated, max_remaining)
 
 
 def peak_growth(
     tokens: Int[np.ndarray, "B"],
-    coming: Int[np.ndarray, "B"],
+    remaining: Int[np.ndarray, "B"],
     pages: Int[np.ndarray, "B"],
-    own: Int[np.ndarray, "B"],
+    exclusive_pages: Int[np.ndarray, "B"],
     page_tokens: int,
 ) -> int:
     """Returns the peak number of additional pages that the rows need until they have all ended.
@@ -59,12 +59,12 @@ def peak_growth(
 
     Args:
         tokens: The current number of tokens of each row.
-        coming: The expected number of further tokens of each row.
+        remaining: The expected number of further tokens of each row.
         pages: The number of pages of each row.
-        own: The number of these that the row shares with no other.
+        exclusive_pages: The number of these that the row shares with no other.
         page_tokens: The number of tokens per page.
     """
-    ends = np.unique(coming)[:, None]
-    grown = -(-(tokens + np.minimum(ends, coming - 1)) // page_tokens) - pages
-    needed = np.where(coming >= ends, np.maximum(grown, 0), -own)
+    ends = np.unique(remaining)[:, None]
+    grown = -(-(tokens + np.minimum(ends, remaining - 1)) // page_tokens) - pages
+    needed = np.where(remaining >= ends, np.maximum(grown, 0), -exclusive_pages)
     return int(needed.sum(1).max(initial=0))

@@ -26,17 +26,23 @@ class BatchUpdate:
         return bool(self._joins or self._pages)
 
     def join(
-        self, place: int, slot: int, cached: int, last: int, request: Request, replayed: int = 0
+        self,
+        row_index: int,
+        slot: int,
+        num_cached: int,
+        last_position: int,
+        request: Request,
+        replayed: int = 0,
     ) -> None:
-        """Adds the row at `place`, which may be sampled from now on.
+        """Adds the row at `row_index`, which may be sampled from now on.
 
         Args:
-            cached: The number of tokens before the one whose logits come first.
-            last: The position of the last token that the row may generate.
+            num_cached: The number of tokens before the one whose logits come first.
+            last_position: The position of the last token that the row may generate.
             replayed: The position of the first token that is sampled; earlier tokens are known.
         """
-        head = np.array([place, cached], np.int32)
-        controls = _controls(slot, last, replayed, request)
+        head = np.array([row_index, num_cached], np.int32)
+        controls = _controls(slot, last_position, replayed, request)
         self._joins.append(np.concatenate([head, controls, _biases(request)]))
 
     def pages(self, place: int, first: int, pages: Sequence[int]) -> None:
@@ -63,11 +69,11 @@ class BatchUpdate:
             yield array
 
 
-def _controls(slot: int, last: int, replayed: int, request: Request) -> np.ndarray:
+def _controls(slot: int, last_position: int, replayed: int, request: Request) -> np.ndarray:
     """Returns a row of `DeviceBatch.controls`."""
     values = {
         "slot": slot,
-        "last": last,
+        "last": last_position,
         "prompt": len(request.prompt),
         "replayed": replayed,
         "top_k": request.top_k,

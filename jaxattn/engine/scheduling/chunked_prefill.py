@@ -14,7 +14,7 @@ def prompt_pieces(
     *,
     line: int,
     rows: int,
-    whole: bool = False,
+    whole_prompts: bool = False,
 ) -> tuple[int, list[list[int]]]:
     """Chooses the size of the next step, and the number of tokens that it reads of each prompt.
 
@@ -28,7 +28,7 @@ def prompt_pieces(
             prompt, in the order of their turns.
         line: The tokens of a line; a piece of a prompt is padded to a multiple of it.
         rows: The maximum number of prompts of a data group in one step.
-        whole: Whether to read of each prompt either all that the step may read, or nothing.
+        whole_prompts: Whether to read of each prompt either all that the step may read, or nothing.
     """
     lines = max(sum(-(-left // line) for left in group[:rows]) for group in waiting)
     size = _largest_step(tuple(size // line for size in sizes), line, lines) * line
@@ -38,7 +38,7 @@ def prompt_pieces(
         for left in group[:rows]:
             if free <= 0:
                 break
-            if whole and left > free * line:  # a shorter one may still fit
+            if whole_prompts and left > free * line:  # a shorter one may still fit
                 found.append(0)
                 continue
             found.append(min(left, free * line))

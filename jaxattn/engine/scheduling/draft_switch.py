@@ -58,17 +58,17 @@ class BucketSwitch:
     def __init__(self) -> None:
         self.drafting = True
         self._times = {way: StepTimes.empty() for way in (True, False)}
-        self._left = {True: TRIAL, False: TRIAL}  # trial steps of each way that are left
-        self._wait, self._until = FIRST, FIRST
+        self._trials_left = {True: TRIAL, False: TRIAL}  # trial steps of each way that are left
+        self._trial_interval, self._steps_until_trial = FIRST, FIRST
 
     def choose(self) -> bool:
         """Whether the next step uses drafts."""
-        trial = next((way for way in (True, False) if self._left[way]), None)
+        trial = next((way for way in (True, False) if self._trials_left[way]), None)
         if trial is not None:
-            self._left[trial] -= 1
+            self._trials_left[trial] -= 1
             return trial
-        self._until -= 1
-        if self._until <= 0:
+        self._steps_until_trial -= 1
+        if self._steps_until_trial <= 0:
             self._try_again()
         return self.drafting
 
@@ -81,14 +81,14 @@ class BucketSwitch:
         own, other = self._times[self.drafting], self._times[not self.drafting]
         if own.known and other.known and other.of_token * MARGIN < own.of_token:
             self.drafting = not self.drafting
-            self._wait = self._until = FIRST
+            self._trial_interval = self._steps_until_trial = FIRST
         return self.drafting
 
     def _try_again(self) -> None:
         """Starts a new trial of the slower way, and drops its old measurements."""
-        self._left[not self.drafting] = TRIAL
+        self._trials_left[not self.drafting] = TRIAL
         self._times[not self.drafting] = StepTimes.empty()
-        self._wait = self._until = min(2 * self._wait, LAST)
+        self._trial_interval = self._steps_until_trial = min(2 * self._trial_interval, LAST)
 
 
 class DraftSwitch:

@@ -16,11 +16,11 @@ class PoolError(ValueError):
 class _FreeListPool:
     """A pool of `size` numbers that gives out the last freed one first."""
 
-    def __init__(self, size: int, what: str):
+    def __init__(self, size: int, item_name: str):
         if size < 1:
-            raise ValueError(f"a pool needs at least one {what}; got {size}")
+            raise ValueError(f"a pool needs at least one {item_name}; got {size}")
         self.size = size
-        self._what = what
+        self._item_name = item_name
         self._free = list(range(size))[::-1]
         self._in_use: set[int] = set()
 
@@ -43,8 +43,8 @@ class _FreeListPool:
         numbers = list(numbers)
         if len(set(numbers)) < len(numbers) or not self._in_use.issuperset(numbers):
             raise PoolError(
-                f"cannot free {self._what}s {numbers}: each must be in use and listed once; those "
-                f"in use are {sorted(self._in_use)}"
+                f"cannot free {self._item_name}s {numbers}: each must be in use and listed once; "
+                f"those in use are {sorted(self._in_use)}"
             )
         self._in_use.difference_update(numbers)
         self._released(numbers)
@@ -70,8 +70,8 @@ class PagePool(_FreeListPool):
         super().__init__(num_pages, "page")
         self.page_size = page_size
         self.evict: Callable[[], bool] = lambda: False
-        self._more: collections.Counter[int] = collections.Counter()  # users after the first
-        self._kept: set[int] = set()
+        self._extra_users: collections.Counter[int] = collections.Counter()  # users after the first
+        self._cached_pages: set[int] = set()
         self._idle: set[int] = set()
 
     @property
@@ -98,7 +98,7 @@ class PagePool(_FreeListPool):
                 self._idle.remove(page)
                 self._in_use.add(page)
             else:
-                self._more[page] += 1
+                self._extra_users[page] += 1
 
     def free(self, pages: Iterable[int]) -> None:
         """Takes a row's pages back. Pages that other rows share stay in use.
@@ -107,13 +107,13 @@ class PagePool(_FreeListPool):
             PoolError: A page is not in use. The pool then frees none of them.
         """
         pages = list(pages)
-        shared = {page for page in pages if self._more[page] > 0}
+        shared = {page for page in pages if self._extra_users[page] > 0}
         self._release_pages(page for page in pages if page not in shared)
-        self._more.subtract(shared)
+        self._extra_users.subtract(shared)
 
     def keep(self, pages: Iterable[int]) -> None:
         """Marks pages of a row as cached, so that they become idle when no row uses them."""
-        self._kept.update(pages)
+        self._cached_pages.update(pages)
 
     def idle(self, pages: Iterable[int]) -> bool:
         """Whether no row uses any of these pages."""
@@ -122,14 +122,14 @@ class PagePool(_FreeListPool):
     def drop(self, pages: Iterable[int]) -> None:
         """Removes idle pages from the cache and frees them."""
         pages = list(pages)
-        self._kept.difference_update(pages)
+        self._cached_pages.difference_update(pages)
         self._idle.difference_update(pages)
         self._free.extend(reversed(pages))
 
     def _released(self, numbers: list[int]) -> None:
-        kept = [page for page in numbers if page in self._kept]
+        kept = [page for page in numbers if page in self._cached_pages]
         self._idle.update(kept)
-        super()._released([page for page in numbers if page not in self._kept])
+        super()._released([page for page in numbers if page not in self._cached_pages])
 
 
 class SlotPool(_FreeListPool):

@@ -38,16 +38,16 @@ class CachedBlock:
     """A cached block.
 
     Attributes:
-        before: The entry of the preceding block.
+        parent: The entry of the preceding block.
         slot: The checkpoint slot of the states after the block; None if they are not kept.
-        continued: The number of entries that continue this one.
+        num_children: The number of entries that continue this one.
     """
 
     key: bytes
-    before: "CachedBlock | None"
+    parent: "CachedBlock | None"
     pages: list[int]
     slot: int | None = None
-    continued: int = 0
+    num_children: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +72,16 @@ class PendingInsert:
 
     Attributes:
         keys: The keys of the prompt's blocks.
-        last: The entry that the row's next entry continues.
+        parent: The entry that the row's next entry continues.
         branch: The number of the block after which the lookup missed states.
-        own: Whether the row uses the cached pages of all blocks so far.
+        shares_pages: Whether the row uses the cached pages of all blocks so far.
     """
 
     def __init__(self, keys: Sequence[bytes], hit: PrefixMatch):
         self.keys = keys
-        self.last = hit.entries[-1] if hit.entries else None
+        self.parent = hit.entries[-1] if hit.entries else None
         self.branch = len(hit.entries) + hit.pages_alone if hit.pages_alone else 0
-        self.own = True
+        self.shares_pages = True
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ class PrefixCache:
         self.counts = counts
         self._entries: OrderedDict[bytes, CachedBlock] = OrderedDict()  # least recently used first
         self._states: OrderedDict[bytes, CachedBlock] = OrderedDict()  # entries with states
-        self._first, self._slots = slots.start, SlotPool(len(slots)) if len(slots) else None
+        self._first_slot, self._slots = slots.start, SlotPool(len(slots)) if len(slots) else None
         pages.evict = self._evict
 
     @property
@@ -154,13 +154,13 @@ class PrefixCache:
             entries.pop()
         return PrefixMatch(entries, whole - len(entries))
 
-    def used(self, hit: PrefixMatch, asked: int) -> None:
-        """Records a hit of a prompt of `asked` tokens as a use of its entries."""
+    def used(self, hit: PrefixMatch, num_tokens: int) -> None:
+        """Records a hit of a prompt of `num_tokens` tokens as a use of its entries."""
         for entry in reversed(hit.entries):  # so that an entry outlives those that continue it
             self._entries.move_to_end(entry.key)
         if hit.entries and hit.entries[-1].slot is not None:
             self._states.move_to_end(hit.entries[-1].key)
-        self.counts.asked += asked
+        self.counts.asked += num_tokens
         self.counts.hits += len(hit.entries) * self.block
         self.counts.states_missed += hit.pages_alone * self.block
 
@@ -177,14 +177,14 @@ class PrefixCache:
         if length % self.block or not 0 < number <= len(row.keys):
             return None
         key, width = row.keys[number - 1], self.block // self.pages.page_size
-        if row.own:
-            row.last = self.add(key, row.last, pages[(number - 1) * width : number * width])
-            row.own = row.last is not None
+        if row.shares_pages:
+            row.parent = self.add(key, row.parent, pages[(number - 1) * width : number * width])
+            row.shares_pages = row.parent is not None
         wanted = number in (len(row.keys), row.branch) or length % STATES_EVERY == 0
         return self.keep_states(key) if wanted else None
 
     def add(
-        self, key: bytes, before: CachedBlock | None, pages: Sequence[int]
+        self, key: bytes, parent: CachedBlock | None, pages: Sequence[int]
     ) -> CachedBlock | None:
         """Stores a block that a row has read, with the row's pages.
 
@@ -194,10 +194,10 @@ class PrefixCache:
         """
         if key in self._entries:
             return None
-        entry = self._entries[key] = CachedBlock(key, before, list(pages))
-        if before is not None:
-            before.continued += 1
-            self._entries.move_to_end(before.key)
+        entry = self._entries[key] = CachedBlock(key, parent, list(pages))
+        if parent is not None:
+            parent.num_children += 1
+            self._entries.move_to_end(parent.key)
         self.pages.keep(entry.pages)
         return entry
 
@@ -210,24 +210,24 @@ class PrefixCache:
         if slot is None:
             _, oldest = self._states.popitem(last=False)
             assert oldest.slot is not None
-            slot, oldest.slot = oldest.slot - self._first, None
-        entry.slot = self._first + slot
+            slot, oldest.slot = oldest.slot - self._first_slot, None
+        entry.slot = self._first_slot + slot
         self._states[key] = entry
         return entry.slot
 
     def _evict(self) -> bool:
         """Evicts the least recently used entry that no row uses. Returns False if there is none."""
         for entry in self._entries.values():
-            if not entry.continued and self.pages.idle(entry.pages):
+            if not entry.num_children and self.pages.idle(entry.pages):
                 break
         else:
             return False
         del self._entries[entry.key]
-        if entry.before is not None:
-            entry.before.continued -= 1
+        if entry.parent is not None:
+            entry.parent.num_children -= 1
         if entry.slot is not None:
             assert self._slots is not None
-            self._slots.free(entry.slot - self._first)
+            self._slots.free(entry.slot - self._first_slot)
             del self._states[entry.key]
         self.pages.drop(entry.pages)
         return True

@@ -18,7 +18,7 @@ class WaitingRequest:
 
     Attributes:
         keys: The keys of its prompt's blocks, once they were looked up.
-        admitted: When it first got a row, by `time.perf_counter`; None if it never did.
+        admission_time: When it first got a row, by `time.perf_counter`; None if it never did.
         prompt_logprobs: See `RunningRequest`.
         older_tokens: The number of tokens that earlier weights generated.
     """
@@ -29,7 +29,7 @@ class WaitingRequest:
     logprobs: list[Logprobs] = dataclasses.field(default_factory=list)
     cached_tokens: int = 0
     keys: list[bytes] | None = None
-    admitted: float | None = None
+    admission_time: float | None = None
     prompt_logprobs: PromptLogprobs | None = None
     embedding: None = None  # a preempted row pools its prompt again
     older_tokens: int = 0
@@ -55,12 +55,12 @@ class RunningRequest:
         tokens: The generated tokens that the host has received.
         replay: The tokens after the prompt that the row does not sample: those generated before a
             preemption, and those of `Request.replay`.
-        silent: The number of replayed tokens to come that the host has already received.
+        num_silent: The number of replayed tokens to come that the host has already received.
         ended: Whether the request has left its row, so that results in flight are not its own.
-        read_last: The number of the round that last read from its prompt.
+        last_read_round: The number of the round that last read from its prompt.
         plain: Whether the host only passes its tokens on.
         late_stops: Whether the host must check for its stop tokens.
-        admitted: When the request first got a row, by `time.perf_counter`.
+        admission_time: When the request first got a row, by `time.perf_counter`.
         cached_tokens: The number of prompt tokens that the prefix cache supplied.
         prefix: The blocks of its prompt for the prefix cache; None without a prefix cache.
         prompt_logprobs: The log-probabilities of the prompt that the host has received; None if the
@@ -82,11 +82,11 @@ class RunningRequest:
     logprobs: list[Logprobs]
     plain: bool
     late_stops: bool
-    admitted: float
+    admission_time: float
     replay: Sequence[int] = ()
-    silent: int = 0
+    num_silent: int = 0
     ended: bool = False
-    read_last: int = -1
+    last_read_round: int = -1
     cached_tokens: int = 0
     prefix: PendingInsert | None = None
     prompt_logprobs: PromptLogprobs | None = None

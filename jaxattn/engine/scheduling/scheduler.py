@@ -50,16 +50,17 @@ class Scheduler:
         block_tables: int32 [B, M]. No op reads the entries after a row's last page.
         deltas: The updates that the device needs before its next step.
         cached: int32 [B], the tokens of each row in the caches once all steps in flight have run.
-        room: int32 [B], the tokens that each row's pages hold.
-        left: int32 [B], the tokens that each row may generate after the steps in flight.
+        page_capacity: int32 [B], the tokens that each row's pages hold.
+        num_remaining: int32 [B], the tokens that each row may generate after the steps in flight.
         last: int32 [B], the position of the last token that each row may generate.
         decoding: bool [B], whether each row has read its prompt.
         levels: int32 [B], the sampling mode of each row.
-        most: int32 [B], the maximum number of tokens that each row generates.
-        known: int32 [B], the number of these that the row replays, and so surely generates.
-        shared: int32 [B], the number of each row's pages that other rows share or once shared.
-        open: bool [B], whether each row may end before it has generated `most` tokens.
-        answers: The lengths of answers that could end before their `most` tokens.
+        max_tokens: int32 [B], the maximum number of tokens that each row generates.
+        num_known: int32 [B], the number of these that the row replays, and so surely generates.
+        num_shared_pages: int32 [B], the number of each row's pages that other rows share or once
+            shared.
+        may_stop: bool [B], whether each row may end before it has generated `max_tokens` tokens.
+        answers: The lengths of answers that could end before their `max_tokens` tokens.
         changes: How often a row finished its prompt or left. While the count is the same, so is the
             set of rows that have read their prompts.
         preemptions: The number of preemptions so far.
@@ -79,9 +80,9 @@ class Scheduler:
         self.deltas = BatchUpdate(limits.batch)
         self.block_tables = np.zeros((limits.batch, limits.table_width), np.int32)
         arrays = np.zeros((8, limits.batch), np.int32)
-        self.cached, self.room, self.left, self.last, self.levels = arrays[:5]
-        self.most, self.known, self.shared = arrays[5:]
-        self.decoding, self.open = np.zeros((2, limits.batch), bool)
+        self.cached, self.page_capacity, self.num_remaining, self.last, self.levels = arrays[:5]
+        self.max_tokens, self.num_known, self.num_shared_pages = arrays[5:]
+        self.decoding, self.may_stop = np.zeros((2, limits.batch), bool)
         self.answers = AnswerLengths()
         self.changes = self.preemptions = 0
         self._orders = itertools.count()
@@ -164,35 +165,36 @@ class Scheduler:
         while self.waiting and len(self.rows) < self.limits.batch:
             group = self._find_emptiest_group()
             queued = self.waiting[0]
-            now = queued, group, self.changes, self._pages[group].available
-            if now == self._refused:
+            attempt = queued, group, self.changes, self._pages[group].available
+            if attempt == self._refused:
                 return
             request = queued.request
             prompt = request.prompt
             if queued.tokens and not self.limits.reproducible:
                 prompt = [*prompt, *queued.tokens]
             last = len(request.prompt) + self._max_tokens(request) - 1
-            entering, hit = self._match_prefix(queued, prompt)
+            pending_insert, hit = self._match_prefix(queued, prompt)
             self._pages[group].share(hit.pages)  # before `allocate`, which may evict them
             rest = min(len(prompt) + 1, last) - len(hit.pages) * self.limits.page_tokens
             fits = self._fits(group, queued, len(prompt), len(hit.pages), rest)
             pages = self._pages[group].allocate(rest) if fits else None
             if pages is None:
                 self._pages[group].free(hit.pages)
-                self._refused = now
+                self._refused = attempt
                 return
             slot = self._slots[group].allocate()
             assert slot is not None, "there are as many slots as rows"
             del self.waiting[0]
             row = self._place(queued, prompt, [*hit.pages, *pages], slot, group)
-            row.prefix = entering
-            if self.prefixes is not None and entering is not None:
+            row.prefix = pending_insert
+            if self.prefixes is not None and pending_insert is not None:
                 self._resume_after_prefix(row, hit)
 
     # --- rows
 
-    def next_prompts(self, most: int) -> list[RunningRequest]:
-        """Returns up to `most` rows that read their prompts, equally many of each data group.
+    def next_prompts(self, max_prompts: int) -> list[RunningRequest]:
+        """Returns up to `max_prompts` rows that read their prompts, equally many of each data
+        group.
 
         The row that was read longest ago comes first, so that long prompts take turns with others.
         Ties go to the row that is served first.
@@ -200,12 +202,12 @@ class Scheduler:
         if not self.reads:
             return []
         reading = (row for row in self.rows.values() if not self.decoding[row.index])
-        turn = lambda row: (row.read_last, row.request.priority, row.order)  # noqa: E731
+        turn = lambda row: (row.last_read_round, row.request.priority, row.order)  # noqa: E731
         found, taken = [], [0] * self.limits.groups
         for row in sorted(reading, key=turn):
             group = int(self.group_of(row.index))
             taken[group] += 1
-            if taken[group] <= most // self.limits.groups:
+            if taken[group] <= max_prompts // self.limits.groups:
                 found.append(row)
         return found
 
@@ -236,13 +238,13 @@ class Scheduler:
         replayed = len(row.prompt) + len(row.replay)
         self.deltas.join(row.index, row.slot, len(row.prompt) - 1, row.last, row.request, replayed)
         self.decoding[row.index] = True
-        self.left[row.index] -= 1
+        self.num_remaining[row.index] -= 1
         self.changes += 1
         return True
 
     def next_decode(self) -> np.ndarray:
         """Returns the indices of the rows to decode: those with a read prompt and tokens left."""
-        return np.flatnonzero(self.decoding & (self.left > 0))
+        return np.flatnonzero(self.decoding & (self.num_remaining > 0))
 
     def lines(
         self, indices: Sequence[int], buckets: Sequence[int]
@@ -259,51 +261,53 @@ class Scheduler:
         bucket = next(size for size in buckets if size // self.limits.groups >= max(taken))
         return places, bucket
 
-    def grow(self, places: np.ndarray, steps: int = 1) -> bool:
+    def grow(self, row_indices: np.ndarray, steps: int = 1) -> bool:
         """Gives these rows the pages for their next tokens, for `steps` decode steps. Returns False
         and allocates nothing if there are too few pages.
 
         Rows that need a page soon also get one, while one page per row is left.
         """
-        cached, step = self.cached[places], steps * self.limits.step_tokens
+        cached, step = self.cached[row_indices], steps * self.limits.step_tokens
         # Until the host has read its tokens, a row counts as if all of its drafts were accepted.
-        written = np.minimum(cached + step, self.last[places] + self.limits.speculate)
-        lacks = written > self.room[places]
-        short = places[lacks]
+        written = np.minimum(cached + step, self.last[row_indices] + self.limits.speculate)
+        lacks = written > self.page_capacity[row_indices]
+        short = row_indices[lacks]
         if not len(short):
             return True
         for group, pool in enumerate(self._pages):
             if np.count_nonzero(self.group_of(short) == group) > pool.available:
                 self._short = group
                 return False
-        soon = places[(cached + AHEAD > self.room[places]) & ~lacks]
-        for indices, kept in ((short.tolist(), 0), (soon.tolist(), len(places))):
+        soon = row_indices[(cached + AHEAD > self.page_capacity[row_indices]) & ~lacks]
+        for indices, kept in ((short.tolist(), 0), (soon.tolist(), len(row_indices))):
             for index in indices:
                 row = self.rows[index]
                 pool = self._pages[self.group_of(index)]
-                wanted = self.room[index] < row.last + self.limits.speculate
+                wanted = self.page_capacity[index] < row.last + self.limits.speculate
                 if wanted and pool.available > kept:
                     self._add_pages(row, pool.allocate(1))
         return True
 
-    def steady(self, places: np.ndarray) -> int:
+    def steady(self, row_indices: np.ndarray) -> int:
         """Returns how many steps these rows can run unchanged if none joins or leaves: until one
         needs a page or has no token left. The result is 1 while another row decodes too: its last
         tokens may be in flight, and it may be in the next step."""
-        if np.count_nonzero(self.decoding) > len(places):
+        if np.count_nonzero(self.decoding) > len(row_indices):
             return 1
-        room = self.room[places] - self.cached[places]
-        return int(min(room.min(), self.left[places].min())) // self.limits.step_tokens
+        room = self.page_capacity[row_indices] - self.cached[row_indices]
+        return (
+            int(min(room.min(), self.num_remaining[row_indices].min())) // self.limits.step_tokens
+        )
 
-    def sent(self, moved: np.ndarray) -> None:
+    def sent(self, num_new_tokens: np.ndarray) -> None:
         """Records the tokens of a call that was sent: int32 [B], per row."""
-        self.cached += moved
-        self.left -= moved
+        self.cached += num_new_tokens
+        self.num_remaining -= num_new_tokens
 
     def rollback_drafts(self, row: RunningRequest, tokens: int) -> None:
         """Takes back the tokens of a step that turned out to be rejected drafts."""
         self.cached[row.index] -= tokens
-        self.left[row.index] += tokens
+        self.num_remaining[row.index] += tokens
 
     def preempt(self) -> None:
         """Preempts the youngest row of the group that `grow` found short, which keeps its tokens.
@@ -326,12 +330,12 @@ class Scheduler:
 
     def remove_unstarted(self) -> list[WaitingRequest]:
         """Removes the requests that have not begun; `requeue_unstarted` queues them again."""
-        held = [queued for queued in self.waiting if queued.admitted is None]
-        self.waiting = [queued for queued in self.waiting if queued.admitted is not None]
+        held = [queued for queued in self.waiting if queued.admission_time is None]
+        self.waiting = [queued for queued in self.waiting if queued.admission_time is not None]
         return held
 
-    def requeue_unstarted(self, held: Sequence[WaitingRequest]) -> None:
-        for queued in held:
+    def requeue_unstarted(self, unstarted: Sequence[WaitingRequest]) -> None:
+        for queued in unstarted:
             self._queue(queued)
 
     def _requeue(self, row: RunningRequest) -> None:
@@ -342,7 +346,7 @@ class Scheduler:
             row.order,
             row.tokens,
             row.logprobs,
-            admitted=row.admitted,
+            admission_time=row.admission_time,
             prompt_logprobs=row.prompt_logprobs,
             older_tokens=row.older_tokens,
         )
@@ -427,36 +431,40 @@ class Scheduler:
             rows = list(self.rows)
             alike = self.block_tables[rows, : len(hit.pages)] == hit.pages
             alike = np.cumprod(alike, axis=1).sum(1)
-            whole = self.room[rows] // self.limits.page_tokens
-            self.shared[rows] = np.maximum(self.shared[rows], np.minimum(alike, whole))
+            whole = self.page_capacity[rows] // self.limits.page_tokens
+            self.num_shared_pages[rows] = np.maximum(
+                self.num_shared_pages[rows], np.minimum(alike, whole)
+            )
         if hit.entries and (state := hit.entries[-1].slot) is not None and self.recurrent:
             self.copies.append((state, row.slot))
 
-    def _fits(self, group: int, queued: WaitingRequest, prompt: int, hit: int, rest: int) -> bool:
+    def _fits(
+        self, group: int, queued: WaitingRequest, prompt: int, hit: int, num_uncached: int
+    ) -> bool:
         """Whether the group's rows and one more are expected to end without outgrowing the pool. Of
-        its `prompt` tokens, `hit` pages are cached and `rest` tokens need pages."""
+        its `prompt` tokens, `hit` pages are cached and `num_uncached` tokens need pages."""
         pool, limits, request = self._pages[group], self.limits, queued.request
         if self._reserved[group] + self._most_pages(request) <= pool.size:
             return True
         rows = np.fromiter((row for row in self.rows if self.group_of(row) == group), np.int32)
         if not len(rows):  # a request always fits by itself, or it was refused
             return True
-        now = pool.pages_for(rest)
+        num_new_pages = pool.pages_for(num_uncached)
         read = prompt - len(request.prompt)  # generated tokens that prefill reads; others replay
         known = max(len(queued.tokens), len(request.replay))
-        most = np.append(self.most[rows], self._max_tokens(request))
-        generated = np.append(self.most[rows] - self.left[rows], read)
-        said = np.maximum(generated, np.append(self.known[rows], known))
-        left, open_ = most - said, np.append(self.open[rows], request.may_stop)
-        pages = np.append(self.room[rows] // limits.page_tokens, hit + now)
+        most = np.append(self.max_tokens[rows], self._max_tokens(request))
+        generated = np.append(self.max_tokens[rows] - self.num_remaining[rows], read)
+        said = np.maximum(generated, np.append(self.num_known[rows], known))
+        left, open_ = most - said, np.append(self.may_stop[rows], request.may_stop)
+        pages = np.append(self.page_capacity[rows] // limits.page_tokens, hit + num_new_pages)
         growth = peak_growth(
-            np.append(self.last[rows] - self.left[rows] + 1, prompt) + limits.speculate,
+            np.append(self.last[rows] - self.num_remaining[rows] + 1, prompt) + limits.speculate,
             said - generated + np.where(open_, self.answers.expected(said, left), left),
             pages,
-            pages - np.append(self.shared[rows], hit),
+            pages - np.append(self.num_shared_pages[rows], hit),
             limits.page_tokens,
         )
-        return now + growth <= pool.available
+        return num_new_pages + growth <= pool.available
 
     def _find_emptiest_group(self) -> int:
         """The data group with the most free pages, among those with a free row."""
@@ -490,16 +498,18 @@ class Scheduler:
             queued.logprobs,
             plain=not (late_stops or request.watched or silent),
             late_stops=late_stops,
-            admitted=time.perf_counter() if queued.admitted is None else queued.admitted,
+            admission_time=time.perf_counter()
+            if queued.admission_time is None
+            else queued.admission_time,
             prompt_logprobs=queued.prompt_logprobs,
             older_tokens=queued.older_tokens,
             replay=replay,
-            silent=silent,
+            num_silent=silent,
         )
-        self.cached[index] = self.room[index] = self.shared[index] = 0
-        self.most[index], self.known[index] = row.max_tokens, len(replay)
-        self.open[index] = request.may_stop
-        self.left[index] = row.max_tokens + len(request.prompt) - len(prompt)
+        self.cached[index] = self.page_capacity[index] = self.num_shared_pages[index] = 0
+        self.max_tokens[index], self.num_known[index] = row.max_tokens, len(replay)
+        self.may_stop[index] = request.may_stop
+        self.num_remaining[index] = row.max_tokens + len(request.prompt) - len(prompt)
         self.last[index] = row.last
         self.levels[index] = row.level
         self._reserved[group] += self._most_pages(request)
@@ -511,7 +521,7 @@ class Scheduler:
         assert pages is not None, "the caller has checked that pages are free"
         first = len(row.pages)
         row.pages += pages
-        self.room[row.index] = len(row.pages) * self.limits.page_tokens
+        self.page_capacity[row.index] = len(row.pages) * self.limits.page_tokens
         self.block_tables[row.index, first : first + len(pages)] = pages
         self.deltas.pages(row.index, first, pages)
 

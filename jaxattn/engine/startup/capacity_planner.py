@@ -52,14 +52,14 @@ class CapacityPlanner:
         self,
         limits: Limits,
         steps: Sequence[EngineStep] | None = None,
-        earlier: CompiledSteps | None = None,
+        reusable_steps: CompiledSteps | None = None,
     ) -> CompiledSteps:
         """Compiles the executables of these limits, or of some of their steps.
 
         Args:
             steps: The steps to compile; None compiles all.
-            earlier: Executables for another number of pages. Those that do not depend on the pages
-                are reused.
+            reusable_steps: Executables for another number of pages. Those that do not depend on the
+                pages are reused.
         """
         if self.on_steps:
             self.on_steps(len(steps or all_steps(limits)))
@@ -71,8 +71,8 @@ class CapacityPlanner:
             implementation=self.implementation,
             on_compile=self.on_compile,
             workers=self.workers,
-            wanted=steps,
-            earlier=earlier,
+            requested_steps=steps,
+            reusable_steps=reusable_steps,
         )
 
     def known(self, limits: Limits, steps: CompiledSteps) -> dict[str, ExecutableMemory]:
@@ -88,43 +88,48 @@ class CapacityPlanner:
     def plan(
         self,
         limits: Limits,
-        known: Mapping[str, ExecutableMemory],
+        executables: Mapping[str, ExecutableMemory],
         memory: DeviceMemory | None,
-        own: int,
+        counted_bytes: int,
         *,
-        wanted: Limits,
+        requested: Limits,
     ) -> MemoryPlan:
         """Returns the plan of these limits.
 
         Args:
-            own: The bytes in the device's pool that the plan counts in other items.
-            wanted: The limits as the user gave them.
+            counted_bytes: The bytes in the device's pool that the plan counts in other items.
+            requested: The limits as the user gave them.
 
         Raises:
             PlanError: The plan does not fit, or the cache holds no row at full length.
         """
-        driver = 0 if wanted.utilization is None else self.driver
-        beside = others(memory, known, own, self.collectives, driver)
-        made = plan_engine(self.model, limits, memory, self.params, known, **beside)
-        made = dataclasses.replace(made, choices=self.choices)
+        driver = 0 if requested.utilization is None else self.driver
+        beside = others(memory, executables, counted_bytes, self.collectives, driver)
+        memory_plan = plan_engine(self.model, limits, memory, self.params, executables, **beside)
+        memory_plan = dataclasses.replace(memory_plan, choices=self.choices)
 
         def helps() -> tuple[str, ...]:
             if memory is None:
                 return ()
-            bounds = known or from_shapes(self.model, limits, self.params, self.implementation)
+            bounds = executables or from_shapes(
+                self.model, limits, self.params, self.implementation
+            )
             return advice(self.model, limits, memory, self.params, bounds, **beside)
 
-        if wanted.utilization is None:
-            made.check(helps)
+        if requested.utilization is None:
+            memory_plan.check(helps)
         else:
-            check_row(made, limits, helps, wanted=wanted.num_pages)
-        return made
+            check_row(memory_plan, limits, helps, requested_pages=requested.num_pages)
+        return memory_plan
 
     def measured(
-        self, plan: MemoryPlan, known: Mapping[str, ExecutableMemory], memory: DeviceMemory | None
+        self,
+        plan: MemoryPlan,
+        executables: Mapping[str, ExecutableMemory],
+        memory: DeviceMemory | None,
     ) -> MemoryPlan:
         """Returns the plan after every step has run, with the measured bytes of the driver."""
-        taken = others(memory, known, 0, self.collectives)["outside"]
+        taken = others(memory, executables, 0, self.collectives)["outside"]
         items = (
             dataclasses.replace(item, nbytes=taken) if item.name == "driver" else item
             for item in plan.items
@@ -133,43 +138,45 @@ class CapacityPlanner:
 
     def fill(
         self,
-        wanted: Limits,
-        known: Mapping[str, ExecutableMemory],
+        requested: Limits,
+        executables: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
-        own: int,
+        counted_bytes: int,
     ) -> Limits:
         """Returns the limits with as many pages as the device has room for."""
-        beside = others(memory, known, own, self.collectives, self.driver)
-        return fill(self.model, wanted, memory, self.params, known, **beside)
+        beside = others(memory, executables, counted_bytes, self.collectives, self.driver)
+        return fill(self.model, requested, memory, self.params, executables, **beside)
 
     def fit(
         self,
-        wanted: Limits,
-        known: Mapping[str, ExecutableMemory],
+        requested: Limits,
+        executables: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
-        own: int,
-        earlier: CompiledSteps | None = None,
+        counted_bytes: int,
+        reusable_steps: CompiledSteps | None = None,
     ) -> tuple[Limits, CompiledSteps, dict[str, ExecutableMemory]]:
         """Returns limits with the pages that fit, their executables, and the memory of these.
 
         Up to a fraction `SPARE` of the pages that fit may stay unused.
 
         Args:
-            known: The memory of the same steps with another number of pages, or bounds of the
+            executables: The memory of the same steps with another number of pages, or bounds of the
                 largest steps.
-            earlier: Executables for another number of pages.
+            reusable_steps: Executables for another number of pages.
 
         Raises:
             PlanError: Too little memory is left, or XLA's temp keeps growing with the pages.
         """
         for _ in range(3):
-            limits, known, earlier = self._measured(wanted, known, memory, own, earlier)
-            self.plan(limits, known, memory, own, wanted=wanted)
-            steps = self.compile(limits, earlier=earlier)
+            limits, executables, reusable_steps = self._measured(
+                requested, executables, memory, counted_bytes, reusable_steps
+            )
+            self.plan(limits, executables, memory, counted_bytes, requested=requested)
+            steps = self.compile(limits, reusable_steps=reusable_steps)
             found = self.known(limits, steps)
-            if _peak_bytes(found) <= _peak_bytes(known):
+            if _peak_bytes(found) <= _peak_bytes(executables):
                 return limits, steps, found
-            known, earlier = found, steps
+            executables, reusable_steps = found, steps
         raise PlanError(
             "XLA's temp grows with the pages, so `utilization` cannot determine their number; "
             "give num_pages instead"
@@ -177,10 +184,10 @@ class CapacityPlanner:
 
     def _measured(
         self,
-        wanted: Limits,
-        known: Mapping[str, ExecutableMemory],
+        requested: Limits,
+        executables: Mapping[str, ExecutableMemory],
         memory: DeviceMemory,
-        own: int,
+        counted_bytes: int,
         steps: CompiledSteps | None,
     ) -> tuple[Limits, Mapping[str, ExecutableMemory], CompiledSteps | None]:
         """Returns limits with pages, the memory of their steps, and the executables so far.
@@ -189,54 +196,61 @@ class CapacityPlanner:
         pages, the steps with the largest bounds are compiled first, until the largest temp is XLA's
         own figure.
         """
-        without_temp = {name: dataclasses.replace(each, temp=0) for name, each in known.items()}
-        whole, known = self.fill(wanted, without_temp, memory, own), dict(known)
-        least = min(whole.pages_per_row, whole.pages)
+        without_temp = {
+            name: dataclasses.replace(each, temp=0) for name, each in executables.items()
+        }
+        upper_bound, executables = (
+            self.fill(requested, without_temp, memory, counted_bytes),
+            dict(executables),
+        )
+        least = min(upper_bound.pages_per_row, upper_bound.pages)
         limits: Limits | None = None
         while True:
-            filled = self.fill(wanted, known, memory, own)
+            filled = self.fill(requested, executables, memory, counted_bytes)
             if limits is None or not limits.pages <= filled.pages <= limits.pages * (1 + SPARE):
                 # At least one row: XLA may need less than bounds that leave no room for it.
                 limits = dataclasses.replace(filled, num_pages=max(filled.pages, least))
-            name = max(known, key=lambda each: known[each].temp)
+            name = max(executables, key=lambda each: executables[each].temp)
             fits = filled.pages >= least
-            if known[name].basis == "compiled":
-                return limits if fits else filled, known, steps
-            if fits and whole.pages <= limits.pages * (1 + SPARE):
-                return limits, known, steps
+            if executables[name].basis == "compiled":
+                return limits if fits else filled, executables, steps
+            if fits and upper_bound.pages <= limits.pages * (1 + SPARE):
+                return limits, executables, steps
             largest = next(each for each in all_steps(limits) if str(each) == name)
             steps = self.compile(limits, [largest], steps)
-            known |= self.known(limits, steps)
+            executables |= self.known(limits, steps)
 
 
-def _peak_bytes(known: Mapping[str, ExecutableMemory]) -> int:
+def _peak_bytes(executables: Mapping[str, ExecutableMemory]) -> int:
     """Returns the bytes that a plan counts: the largest temp plus the largest in- and outputs."""
-    return max(each.temp for each in known.values()) + max(each.in_out for each in known.values())
+    return max(each.temp for each in executables.values()) + max(
+        each.in_out for each in executables.values()
+    )
 
 
 def others(
     memory: DeviceMemory | None,
-    known: Mapping[str, ExecutableMemory],
-    own: int,
+    executables: Mapping[str, ExecutableMemory],
+    counted_bytes: int,
     collectives: int = 0,
     driver: int = 0,
 ) -> dict[str, Any]:
     """Returns the bytes of others that a plan must leave: the driver, other arrays and engines.
 
     Args:
-        known: The executables whose code is part of the driver's memory.
-        own: The bytes in the device's pool that the plan counts in other items.
+        executables: The executables whose code is part of the driver's memory.
+        counted_bytes: The bytes in the device's pool that the plan counts in other items.
         collectives: The bytes of the driver's memory that have an item of their own.
         driver: The bytes that the driver has not taken yet.
     """
     if memory is None or memory.outside is None:
         return {"outside": 0, "others": 0}
-    code = sum(each.code for each in known.values())
+    code = sum(each.code for each in executables.values())
     stepping = sum(engine.plan["xla temp"] for engine in PROCESS_STATE.engines)
     outside = max(memory.outside - code, 0)
     collectives = min(collectives, outside)  # the measurement may include other processes
     return {
         "outside": outside - collectives + driver,
         "collectives": collectives,
-        "others": max(memory.in_use - own, 0) + stepping,
+        "others": max(memory.in_use - counted_bytes, 0) + stepping,
     }

@@ -40,7 +40,7 @@ def choose_limits(
     platform: str,
     params: Any = None,
     bounds: Bounds | None = None,
-    beside: Mapping[str, Any] | None = None,
+    other_bytes: Mapping[str, Any] | None = None,
 ) -> LimitsChoice:
     """Returns limits with a size for each of `limits.unset`, which fit if any do.
 
@@ -51,18 +51,19 @@ def choose_limits(
         params: The packed parameters, or their shapes; None derives them from the model.
         bounds: A function that traces the steps of some limits (`largest_steps`) and returns bounds
             of their memory. None counts no memory for steps.
-        beside: The bytes of the driver, of collectives and of other engines, as in `plan_engine`.
+        other_bytes: The bytes of the driver, of collectives and of other engines, as in
+            `plan_engine`.
     """
     if platform != "gpu" or memory is None:
         return _small(model, limits, platform)
-    outside = dict(beside or {})
+    outside = dict(other_bytes or {})
     outside["outside"] = max(outside.get("outside", 0), DRIVER)
     return LimitsSearch(
-        asked=limits,
+        requested=limits,
         model=model,
         memory=memory,
         params=packed_shapes(model) if params is None else params,
-        beside=outside,
+        other_bytes=outside,
         bounds=bounds or (lambda _: {}),
     ).choose()
 

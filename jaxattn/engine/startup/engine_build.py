@@ -48,20 +48,21 @@ class EngineBuild:
         limits: The limits. With `utilization` they have the pages that fit, and if `prepare` chose
             several steps per round, they have these.
         steps: The executables; `step_catalog.all_steps` lists their names.
-        known: XLA's figures of each executable's memory.
+        executable_memory: XLA's figures of each executable's memory.
         plan: The device memory that the engine will take, with a reason for each item.
         devices: The devices that will run the steps.
-        wanted: The limits before the cache is sized, with the steps of a call and the layout.
+        requested_limits: The limits before the cache is sized, with the steps of a call and the
+            layout.
         params: The loaded parameters, which `Engine` places on the devices.
     """
 
     model: Model
     limits: Limits
     steps: CompiledSteps
-    known: dict[str, ExecutableMemory]
+    executable_memory: dict[str, ExecutableMemory]
     plan: MemoryPlan
     devices: tuple[jax.Device, ...]
-    wanted: Limits
+    requested_limits: Limits
     compiler: "CapacityPlanner"
     params: CheckedParams | None = None
 
@@ -143,8 +144,8 @@ def prepare(
     checked = CheckedParams.of(model, params, own_devices, loaded=loaded)
     gpu = own_devices[0].platform == "gpu"
     collectives = collectives_of(model, own_devices)
-    memory, own = smallest_memory(own_devices), checked.nbytes
-    beside = others(memory, {}, own, collectives)
+    memory, counted_bytes = smallest_memory(own_devices), checked.nbytes
+    beside = others(memory, {}, counted_bytes, collectives)
     choice = _choose_limits(model, limits, checked, memory, own_devices, implementation, beside)
     limits = choose_decode_steps(choice.limits, checked.packed, gpu=gpu, gpus=parallel.gpus)
     compiler = CapacityPlanner(
@@ -161,31 +162,33 @@ def prepare(
     )
     if limits.utilization is None:
         filled = limits
-        compiler.plan(filled, {}, memory, own, wanted=limits)  # fails before minutes of compilation
+        compiler.plan(
+            filled, {}, memory, counted_bytes, requested=limits
+        )  # fails before minutes of compilation
         if on_fits:
             on_fits()
         steps = compiler.compile(filled)
-        known = compiler.known(filled, steps)
+        executable_memory = compiler.known(filled, steps)
     else:
         if memory is None:
             raise ValueError(
                 f"utilization={limits.utilization} needs a device that reports its memory, and "
                 f"{compiler.devices[0]} does not; give num_pages"
             )
-        filled = compiler.fill(limits, {}, memory, own)
-        compiler.plan(filled, {}, memory, own, wanted=limits)
+        filled = compiler.fill(limits, {}, memory, counted_bytes)
+        compiler.plan(filled, {}, memory, counted_bytes, requested=limits)
         if on_fits:
             on_fits()
         bounds = choice.bounds or _bounds(model, limits, checked, implementation)
-        filled, steps, known = compiler.fit(limits, bounds, memory, own)
+        filled, steps, executable_memory = compiler.fit(limits, bounds, memory, counted_bytes)
     return EngineBuild(
         model=model,
         limits=filled,
         steps=steps,
-        known=known,
-        plan=compiler.plan(filled, known, memory, own, wanted=limits),
+        executable_memory=executable_memory,
+        plan=compiler.plan(filled, executable_memory, memory, counted_bytes, requested=limits),
         devices=own_devices,
-        wanted=limits,
+        requested_limits=limits,
         compiler=compiler,
         params=checked if loaded else None,
     )
@@ -198,7 +201,7 @@ def _choose_limits(
     memory: DeviceMemory | None,
     devices: tuple[jax.Device, ...],
     implementation: Implementation | None,
-    beside: Mapping[str, int],
+    other_bytes: Mapping[str, int],
 ) -> LimitsChoice:
     """Chooses the limits that are left open. With several hosts the device's memory does not count,
     because all hosts need the same limits."""
@@ -211,7 +214,7 @@ def _choose_limits(
         platform=devices[0].platform,
         params=params.packed,
         bounds=lambda tried: _bounds(model, tried, params, implementation),
-        beside=beside,
+        other_bytes=other_bytes,
     )
 
 

@@ -64,7 +64,7 @@ def fill(
     memory: DeviceMemory,
     params: Any,
     executables: Mapping[str, ExecutableMemory],
-    **beside: Any,
+    **other_bytes: Any,
 ) -> Limits:
     """Returns the limits with the pages that `limits.utilization` leaves room for, at least 1.
 
@@ -74,13 +74,13 @@ def fill(
     """
     assert limits.utilization is not None
     one = dataclasses.replace(limits, num_pages=1)
-    plan = plan_engine(model, one, memory, params, executables, **beside)
+    plan = plan_engine(model, one, memory, params, executables, **other_bytes)
     assert plan.budget is not None
     of_arrays = _page_bytes_of_arrays(model.caches)
     page = sum(of_arrays)
-    most = limits.num_pages or limits.wanted_pages
+    max_pages = limits.num_pages or limits.wanted_pages
     if not page:  # nothing is cached by page
-        return dataclasses.replace(limits, num_pages=most)
+        return dataclasses.replace(limits, num_pages=max_pages)
     # The allocator rounds arrays of other sizes up differently.
     with_pages = plan["arena"] + plan["rows"]
     fixed = plan.inside - page - with_pages + (2 + len(of_arrays)) * BFC_ALIGNMENT
@@ -93,31 +93,31 @@ def fill(
         plan.budget.arrays(plan.outside) - fixed,
         page,
         workspace,
-        most=most,
+        max_pages=max_pages,
     )
     return dataclasses.replace(limits, num_pages=max(found.pages, 1))
 
 
 def check_row(
-    made: MemoryPlan,
+    plan: MemoryPlan,
     limits: Limits,
     advice: Callable[[], tuple[str, ...]],
     *,
-    wanted: int | None,
+    requested_pages: int | None,
 ) -> None:
     """Refuses a plan that does not fit, or whose cache holds no row at full length.
 
     Args:
-        made: The plan with `limits.pages`.
-        wanted: The number of pages that the user gave, which may be fewer than a row needs. None
-            means that `fill` found as many as there is room for.
+        plan: The plan with `limits.pages`.
+        requested_pages: The number of pages that the user gave, which may be fewer than a row
+            needs. None means that `fill` found as many as there is room for.
 
     Raises:
         PlanError: The error has the plan and advice on how to make a row fit.
     """
-    made.check(advice)
-    if limits.pages < min(limits.pages_per_row, wanted or limits.pages_per_row):
-        made.refuse(
+    plan.check(advice)
+    if limits.pages < min(limits.pages_per_row, requested_pages or limits.pages_per_row):
+        plan.refuse(
             f"the item that does not fit is the kv cache: {limits.pages:,} pages are left, but "
             f"one row of {limits.max_model_len:,} tokens needs {limits.pages_per_row:,}",
             advice(),
@@ -252,7 +252,7 @@ def advice(
     memory: DeviceMemory,
     params: Any,
     executables: Mapping[str, ExecutableMemory],
-    **beside: Any,
+    **other_bytes: Any,
 ) -> tuple[str, ...]:
     """Returns single changes that would make the plan fit, with the whole cache of every row.
 
@@ -262,40 +262,45 @@ def advice(
             are traced for their own bound.
     """
 
-    def left(changed: Limits, known: Mapping[str, ExecutableMemory], of: DeviceMemory) -> bool:
-        plan = plan_engine(model, changed, of, params, known, **beside)
+    def left(
+        candidate: Limits, step_memory: Mapping[str, ExecutableMemory], device: DeviceMemory
+    ) -> bool:
+        plan = plan_engine(model, candidate, device, params, step_memory, **other_bytes)
         return plan.reserve is not None and plan.reserve >= 0
 
-    def fits(changed: Limits, of: DeviceMemory = memory) -> bool:
-        if executables and left(changed, executables, of):
+    def fits(candidate: Limits, device: DeviceMemory = memory) -> bool:
+        if executables and left(candidate, executables, device):
             return True
         # Tracing takes a second, so it comes after the plan of only weights and state.
-        return left(changed, {}, of) and left(changed, bounds(changed), of)
+        return left(candidate, {}, device) and left(candidate, bounds(candidate), device)
 
     traced: dict[Any, dict[str, ExecutableMemory]] = {}
 
-    def bounds(changed: Limits) -> dict[str, ExecutableMemory]:
+    def bounds(candidate: Limits) -> dict[str, ExecutableMemory]:
         """Traces limits once, even if they differ in pages, since more pages raise no bound."""
-        shape = dataclasses.replace(changed, utilization=None, num_pages=None), changed.table_width
+        shape = (
+            dataclasses.replace(candidate, utilization=None, num_pages=None),
+            candidate.table_width,
+        )
         if shape not in traced:
-            traced[shape] = from_shapes(model, changed, params, None)
+            traced[shape] = from_shapes(model, candidate, params, None)
         return traced[shape]
 
-    found = []
+    suggestions = []
     for larger in larger_shares(limits.utilization):
-        of, how = memory, f"utilization {larger:g}"
+        device, how = memory, f"utilization {larger:g}"
         if memory.limit is not None:  # JAX's allocator got its limit when it began
-            of = dataclasses.replace(memory, limit=int(larger * memory.total))
+            device = dataclasses.replace(memory, limit=int(larger * memory.total))
             how += " with the same XLA_PYTHON_CLIENT_MEM_FRACTION"
-        changed = dataclasses.replace(limits, utilization=larger, num_pages=None)
-        filled = fill(model, changed, of, params, executables, **beside)
-        if filled.pages >= limits.pages_per_row and fits(filled, of):
-            found.append(how)
+        candidate = dataclasses.replace(limits, utilization=larger, num_pages=None)
+        filled = fill(model, candidate, device, params, executables, **other_bytes)
+        if filled.pages >= limits.pages_per_row and fits(filled, device):
+            suggestions.append(how)
             break
     one_row = dataclasses.replace(limits, utilization=limits.utilization or 1.0, num_pages=None)
-    pages = fill(model, one_row, memory, params, executables, **beside).pages
+    pages = fill(model, one_row, memory, params, executables, **other_bytes).pages
     if pages < limits.pages and fits(dataclasses.replace(limits, num_pages=pages)):
-        found.append(f"at most {pages:,} pages")
+        suggestions.append(f"at most {pages:,} pages")
     sizes = (("batch", limits.groups), ("max_model_len", PAGE_SIZE), ("prefill_chunk", 1))
     for name, least in sizes:
         step = limits.groups if name == "batch" else 1  # as many rows in each data group
@@ -305,10 +310,10 @@ def advice(
                 limits, **{name: value}, num_pages=None, decode_buckets=(), prefill_buckets=()
             )
             if fits(smaller):
-                found.append(f"{name} {value:,} with {smaller.pages:,} pages")
+                suggestions.append(f"{name} {value:,} with {smaller.pages:,} pages")
                 break
             value = value // 2 // step * step
-    return tuple(found) or ("a device with more memory",)
+    return tuple(suggestions) or ("a device with more memory",)
 
 
 def resident_items(model: Model, limits: Limits, params: Any) -> tuple[PlanItem, ...]:

@@ -11,7 +11,7 @@ from jaxattn.memory.plan import PlanError, nbytes_each
 Weights = tuple[jax.Array, ...]  # the leaves of packed parameters
 
 
-def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False) -> EngineBuild:
+def profile_memory(build: EngineBuild, weights: Weights, *, ran: bool = False) -> EngineBuild:
     """Plans again with the device's current memory. If there is less, the engine gets fewer pages.
 
     Args:
@@ -20,27 +20,33 @@ def profile_memory(prepared: EngineBuild, weights: Weights, *, ran: bool = False
     Raises:
         PlanError: The plan does not fit.
     """
-    compiler, known = prepared.compiler, prepared.known
+    compiler, executable_memory = build.compiler, build.executable_memory
     if ran:
         compiler = dataclasses.replace(compiler, driver=0)
-    memory = smallest_memory(prepared.devices)
+    memory = smallest_memory(build.devices)
     own = nbytes_each(weights)
-    if prepared.wanted.utilization is not None and memory is not None:
-        filled = compiler.fill(prepared.wanted, known, memory, own)
-        if filled.pages < prepared.limits.pages:
-            limits, steps, known = compiler.fit(prepared.wanted, known, memory, own, prepared.steps)
-            prepared = dataclasses.replace(prepared, limits=limits, steps=steps, known=known)
-    plan = compiler.plan(prepared.limits, known, memory, own, wanted=prepared.wanted)
-    return dataclasses.replace(prepared, plan=plan)
+    if build.requested_limits.utilization is not None and memory is not None:
+        filled = compiler.fill(build.requested_limits, executable_memory, memory, own)
+        if filled.pages < build.limits.pages:
+            limits, steps, executable_memory = compiler.fit(
+                build.requested_limits, executable_memory, memory, own, build.steps
+            )
+            build = dataclasses.replace(
+                build, limits=limits, steps=steps, executable_memory=executable_memory
+            )
+    plan = compiler.plan(
+        build.limits, executable_memory, memory, own, requested=build.requested_limits
+    )
+    return dataclasses.replace(build, plan=plan)
 
 
-def check_room(prepared: EngineBuild, weights: Weights) -> None:
+def check_room(build: EngineBuild, weights: Weights) -> None:
     """Checks that the plan still fits next to the memory that others hold on the device now.
 
     Raises:
         PlanError: The plan does not fit.
     """
-    plan, memory = prepared.plan, smallest_memory(prepared.devices)
+    plan, memory = build.plan, smallest_memory(build.devices)
     if memory is None or plan.budget is None:
         return
     held = max(memory.in_use - nbytes_each(weights), 0)
@@ -54,8 +60,8 @@ def check_room(prepared: EngineBuild, weights: Weights) -> None:
         )
 
 
-def measured_plan(prepared: EngineBuild) -> EngineBuild:
+def measured_plan(build: EngineBuild) -> EngineBuild:
     """Returns the build with the measured bytes of the driver in its plan, after all steps ran."""
-    memory = smallest_memory(prepared.devices)
-    plan = prepared.compiler.measured(prepared.plan, prepared.known, memory)
-    return dataclasses.replace(prepared, plan=plan)
+    memory = smallest_memory(build.devices)
+    plan = build.compiler.measured(build.plan, build.executable_memory, memory)
+    return dataclasses.replace(build, plan=plan)

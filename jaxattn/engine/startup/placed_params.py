@@ -16,14 +16,14 @@ class CheckedParams:
     """A model's parameters, or their shapes, for an engine on these devices.
 
     Attributes:
-        given: The parameters in the caller's form.
+        params: The parameters in the caller's form.
         packed: The shapes of the packed parameters.
         sharded: Whether each GPU's share already lies on its device.
     """
 
     model: Model
     devices: tuple[jax.Device, ...]
-    given: Any
+    params: Any
     packed: Any
     sharded: bool
 
@@ -65,7 +65,7 @@ class CheckedParams:
     @property
     def nbytes(self) -> int:
         """The bytes, per device, of the parameters that are already there; shapes take none."""
-        arrays = [leaf for leaf in jax.tree.leaves(self.given) if isinstance(leaf, jax.Array)]
+        arrays = [leaf for leaf in jax.tree.leaves(self.params) if isinstance(leaf, jax.Array)]
         return nbytes_each([leaf for leaf in arrays if leaf.devices() & set(self.devices)])
 
     def place(self) -> tuple[jax.Array, ...]:
@@ -73,14 +73,14 @@ class CheckedParams:
         model, devices = self.model, self.devices
         if len(devices) > 1:
             group = DeviceGroup(model.parallel, devices)
-            over = self.given if self.sharded else model.place_params(self.given, group)
+            over = self.params if self.sharded else model.place_params(self.params, group)
             shares = [model.pack(own) for own in group.split(over)]
             return tuple(jax.tree.leaves(group.join(shares, model.packed_specs())))
 
         def put(leaf: Any) -> jax.Array:
             return leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, devices[0])
 
-        return tuple(jax.tree.leaves(model.pack(jax.tree.map(put, self.given))))
+        return tuple(jax.tree.leaves(model.pack(jax.tree.map(put, self.params))))
 
 
 def _is_sharded(model: Model, params: Any) -> bool:

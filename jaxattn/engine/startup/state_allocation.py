@@ -27,10 +27,10 @@ from jaxattn.parallel import DeviceGroup
 Allocate = Callable[[], tuple[DecodeState, DeviceBatch]]
 
 
-def allocator(prepared: EngineBuild) -> Allocate:
+def allocator(build: EngineBuild) -> Allocate:
     """Returns a function that allocates state and rows; it compiles only once."""
-    model, limits, steps = prepared.model, prepared.limits, prepared.steps
-    group = group_of(model, prepared.devices)
+    model, limits, steps = build.model, build.limits, build.steps
+    group = group_of(model, build.devices)
     with PROCESS_STATE.lock((allocator, steps)):
         if steps.allocate is None and group is not None:
             steps.allocate = allocator_over(model, limits, group)
@@ -42,23 +42,23 @@ def allocator(prepared: EngineBuild) -> Allocate:
 
 
 def allocate_state(
-    prepared: EngineBuild, weights: Weights, allocate: Allocate
+    build: EngineBuild, weights: Weights, allocate: Allocate
 ) -> tuple[DecodeState, DeviceBatch]:
     """Allocates state and rows as planned, and runs every step on them.
 
     Raises:
         PlanError: The allocated bytes differ from the plan.
     """
-    limits, plan = prepared.limits, prepared.plan
-    group = group_of(prepared.model, prepared.devices)
+    limits, plan = build.limits, build.plan
+    group = group_of(build.model, build.devices)
     state, rows = allocate()
     check_allocated("arena", state.arena, plan["arena"])
     check_allocated("rows", rows, plan["rows"])
     for arrays in state.caches.values():
         for name, array in arrays.items():
             check_allocated(line_name(name), array, plan[line_name(name)])
-    executables = prepared.steps.executables
-    return warm_up(prepared.model, limits, executables, weights, state, rows, group)
+    executables = build.steps.executables
+    return warm_up(build.model, limits, executables, weights, state, rows, group)
 
 
 def warm_up(

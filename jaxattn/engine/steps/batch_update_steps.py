@@ -39,9 +39,9 @@ class BatchUpdateStep(EngineStep):
         return np.full(device_rows.packed(limits.batch).size, limits.batch, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        return state, executable(rows, given), ()
+        return state, executable(rows, inputs), ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,9 @@ class StateCopyStep(EngineStep):
         return np.zeros(2, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        return executable(state, given), rows, ()
+        return executable(state, inputs), rows, ()
 
 
 def _remember(layout: PromptLayout, rows: DeviceBatch, packed: Any) -> DeviceBatch:

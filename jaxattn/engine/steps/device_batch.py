@@ -79,11 +79,11 @@ class RowIndices:
 
     Attributes:
         rows: The rows of the engine, which the step only reads.
-        places: int32 [b], the indices of the step's rows.
+        indices: int32 [b], the indices of the step's rows.
     """
 
     rows: DeviceBatch
-    places: Int[Array, "b"]
+    indices: Int[Array, "b"]
 
 
 def shapes(batch: int, width: int, longest: int) -> DeviceBatch:
@@ -99,7 +99,7 @@ def shapes(batch: int, width: int, longest: int) -> DeviceBatch:
 class RowView(NamedTuple):
     """The rows at some places, gathered. A padding place reads 0."""
 
-    at: Int[Array, "b"]
+    indices: Int[Array, "b"]
     cursor: RowCursor
     controls: Int[Array, "b F"]
 
@@ -125,9 +125,9 @@ class RowView(NamedTuple):
         )
 
 
-def read(rows: DeviceBatch, places: Int[Array, "b"]) -> RowView:
+def read(rows: DeviceBatch, row_indices: Int[Array, "b"]) -> RowView:
     """Gathers the rows at these places. Padding reads past the last row, which gives zeros."""
-    at = jnp.where(places < 0, len(rows.cursor), places)
+    at = jnp.where(row_indices < 0, len(rows.cursor), row_indices)
     arrays = (rows.cursor, rows.controls)
     cursor, controls = (x.at[at].get(mode="fill", fill_value=0) for x in arrays)
     return RowView(at, RowCursor(*cursor.T), controls)
@@ -135,9 +135,9 @@ def read(rows: DeviceBatch, places: Int[Array, "b"]) -> RowView:
 
 def decode_batch(batch: RowIndices) -> DecodeBatch:
     """Returns the model's batch: the last token of each active row, and padding for the others."""
-    found = read(batch.rows, batch.places)
+    found = read(batch.rows, batch.indices)
     active = found.cursor.active > 0
-    tables = batch.rows.tables.at[found.at].get(mode="fill", fill_value=0)
+    tables = batch.rows.tables.at[found.indices].get(mode="fill", fill_value=0)
     return DecodeBatch(
         tokens=jnp.where(active, found.cursor.token, 0)[:, None],
         seq_lens=jnp.where(active, found.cursor.length + 1, 0),
@@ -170,11 +170,11 @@ def packed(batch: int) -> BatchUpdateSize:
     return BatchUpdateSize(joins=min(batch, 8), pages=max(batch, 64))
 
 
-def update(rows: DeviceBatch, sent: Int[Array, "n"]) -> DeviceBatch:
+def update(rows: DeviceBatch, packed_update: Int[Array, "n"]) -> DeviceBatch:
     """Adds joining rows, and pages as (row, column, page). Updates of row B have no effect."""
     size = packed(len(rows.cursor))
-    joins = sent[: size.joins * size.width].reshape(size.joins, size.width)
-    pages = sent[size.joins * size.width :].reshape(size.pages, 3)
+    joins = packed_update[: size.joins * size.width].reshape(size.joins, size.width)
+    pages = packed_update[size.joins * size.width :].reshape(size.pages, 3)
     at, length = joins[:, 0], joins[:, 1]
     cursor = jnp.stack([jnp.zeros_like(length), length, jnp.ones_like(length)], axis=1)
     controls, biases = joins[:, 2 : 2 + CONTROLS], joins[:, 2 + CONTROLS :]

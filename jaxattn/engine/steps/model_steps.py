@@ -114,11 +114,11 @@ class ModelStep(EngineStep):
         return dataclasses.replace(zeros, state_indices=none)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        batch = given
+        batch = inputs
         if self.reads_rows:  # the host sends prompts with each call, but places stay on the device
-            batch = RowIndices(rows, given if self.kind == "prefill" else on_device(given))
+            batch = RowIndices(rows, inputs if self.kind == "prefill" else on_device(inputs))
         told, state, *_ = executable(weights, state, batch)
         return state, rows, told
 
@@ -149,12 +149,14 @@ class FusedDecodeStep(EngineStep):
     def behind(self, decode: Callable, limits: Limits) -> Callable:
         """Returns (weights, (state, rows), places) -> ((state, rows), the result of `advance`)."""
 
-        def both(weights: Any, held: Any, places: Any, **options: Any) -> Any:
-            state, rows = held
-            logits, state = decode(weights, state, RowIndices(rows, places), **options)
+        def both(weights: Any, carry: Any, row_indices: Any, **options: Any) -> Any:
+            state, rows = carry
+            logits, state = decode(weights, state, RowIndices(rows, row_indices), **options)
             # Without the barrier XLA may sample from logits that it has not rounded.
             logits = lax.optimization_barrier(logits)
-            rows, told = advance(rows, logits, places, level=self.level, remembers=remembers)
+            rows, told = advance(
+                rows, logits, row_indices, level=self.level, keeps_history=remembers
+            )
             return (state, rows), told
 
         remembers = limits.speculate > 0
@@ -162,7 +164,7 @@ class FusedDecodeStep(EngineStep):
 
     def arguments(self, model: Model, limits: Limits, params: Any) -> tuple[Any, ...]:
         weights, state, batch = self.decode.arguments(model, limits, params)
-        return weights, (state, batch.rows), batch.places
+        return weights, (state, batch.rows), batch.indices
 
     def given(self, model: Model, limits: Limits) -> Any:
         return int32(self.rows)
@@ -171,9 +173,9 @@ class FusedDecodeStep(EngineStep):
         return np.full(self.rows, -1, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        (state, rows), told = executable(weights, (state, rows), on_device(given))
+        (state, rows), told = executable(weights, (state, rows), on_device(inputs))
         return state, rows, told
 
 
@@ -194,11 +196,11 @@ class MultiStepDecode(FusedDecodeStep):
         """Like `FusedDecodeStep.behind`, with the results of all steps: int32 [steps, b, 2]."""
         one = super().behind(decode, limits)
 
-        def several(weights: Any, held: Any, places: Any, **options: Any) -> Any:
-            def step(held: Any, _: None) -> Any:
-                return one(weights, held, places, **options)
+        def several(weights: Any, carry: Any, row_indices: Any, **options: Any) -> Any:
+            def step(carry: Any, _: None) -> Any:
+                return one(weights, carry, row_indices, **options)
 
-            return lax.scan(step, held, length=self.steps)
+            return lax.scan(step, carry, length=self.steps)
 
         return several
 
@@ -216,16 +218,18 @@ class SpeculativeDecodeStep(FusedDecodeStep):
         checkpoints, slots = kept_checkpoints(limits), recurrent(model)
         guess = partial(draft_head.guess, model) if limits.uses_draft_head else _draft_by_lookup
 
-        def drafted(weights: Any, held: Any, places: Any, **options: Any) -> Any:
-            state, rows = held
+        def drafted(weights: Any, carry: Any, row_indices: Any, **options: Any) -> Any:
+            state, rows = carry
             params = jax.tree.unflatten(tree, weights)
-            made, state = guess(params, state, rows, places, self.drafts, checkpoints, **options)
+            made, state = guess(
+                params, state, rows, row_indices, self.drafts, checkpoints, **options
+            )
             batch = draft_batch(rows, made, recurrent=slots)
             logits, state, hidden = model.decode_each(params, state, batch, **options)
             rows, told = verify(rows, lax.optimization_barrier(logits), made, self.level)
             if limits.uses_draft_head:
                 counts = (told[:, :, 1] != FinishCode.IDLE).sum(1, dtype=jnp.int32)
-                state = draft_head.keep(state, places, hidden, counts)
+                state = draft_head.keep(state, row_indices, hidden, counts)
             return (state, rows), told
 
         return drafted
@@ -286,7 +290,7 @@ def _prefill(
     **options: Any,
 ) -> Any:
     """Computes the logits of all rows: those that decode, and those of prompts."""
-    own = layout.unpack(local_shard(batch.places, model.parallel, "data")[0])
+    own = layout.unpack(local_shard(batch.indices, model.parallel, "data")[0])
     rows = decode_batch(RowIndices(batch.rows, own.decoding)) if mixes else None
     return model.mixed(params, state, own.prompts, rows, own.sources, **options)
 
@@ -301,18 +305,20 @@ def _prefill_pairs(
     **options: Any,
 ) -> Any:
     """Like `_prefill`; the draft head reads the same tokens."""
-    own = layout.unpack(batch.places[0])
+    unpacked = layout.unpack(batch.indices[0])
     rows = None
     if mixes:
-        rows = decode_batch(RowIndices(batch.rows, own.decoding))
-        state = draft_head.read_pairs(model, params, state, batch.rows, own.decoding, **options)
-    hidden, state = model.mixed_hidden(params, state, own.prompts, rows, **options)
-    of_prompts = hidden[: own.prompts.tokens.size]
+        rows = decode_batch(RowIndices(batch.rows, unpacked.decoding))
+        state = draft_head.read_pairs(
+            model, params, state, batch.rows, unpacked.decoding, **options
+        )
+    hidden, state = model.mixed_hidden(params, state, unpacked.prompts, rows, **options)
+    of_prompts = hidden[: unpacked.prompts.tokens.size]
     state = draft_head.read_prompts(
-        model, params, state, own.prompts, own.following, of_prompts, **options
+        model, params, state, unpacked.prompts, unpacked.next_tokens, of_prompts, **options
     )
-    sampled = hidden[own.prompts.sampled(own.sources, beside_rows=mixes)]
-    state = draft_head.keep(state, own.places, sampled)
+    sampled = hidden[unpacked.prompts.sampled(unpacked.sources, beside_rows=mixes)]
+    state = draft_head.keep(state, unpacked.row_indices, sampled)
     return model.head(params, sampled), state, of_prompts
 
 
@@ -323,7 +329,7 @@ def _decode(model: Model, params: Any, state: Any, batch: RowIndices, **options:
 def _decode_pairs(model: Model, params: Any, state: Any, batch: RowIndices, **options: Any) -> Any:
     """Like `_decode`; the state keeps the draft head's next input."""
     logits, state, hidden = model.decode_each(params, state, decode_batch(batch), **options)
-    return logits[:, -1], draft_head.keep(state, batch.places, hidden[:, -1])
+    return logits[:, -1], draft_head.keep(state, batch.indices, hidden[:, -1])
 
 
 def _decode_given(model: Model, params: Any, state: Any, batch: DecodeBatch, **options: Any) -> Any:

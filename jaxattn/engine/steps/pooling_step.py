@@ -23,10 +23,10 @@ RANGES = 8  # ranges per call
 
 @dataclasses.dataclass(frozen=True)
 class PoolingStep(HiddenStep):
-    """Sums ranges of a prefill step's hidden states. It needs no head: `told` is float32
+    """Sums ranges of a prefill step's hidden states. It needs no head: its result is float32
     [8, hidden].
 
-    `wanted` is int32 [8, 2]: ranges of the step's tokens, as begin and end.
+    `ranges` is int32 [8, 2]: ranges of the step's tokens, as begin and end.
     """
 
     @classmethod
@@ -45,7 +45,7 @@ class PoolingStep(HiddenStep):
 
 
 def wanted_ranges(ranges: Sequence[tuple[int, int]]) -> list[Int[np.ndarray, "8 2"]]:
-    """Returns the `wanted` arrays of all calls; unused ranges of the last one are empty."""
+    """Returns the `ranges` arrays of all calls; unused ranges of the last one are empty."""
     found = []
     for first in range(0, len(ranges), RANGES):
         own = ranges[first : first + RANGES]
@@ -57,11 +57,11 @@ def wanted_ranges(ranges: Sequence[tuple[int, int]]) -> list[Int[np.ndarray, "8 
 
 @jax.named_scope("pooling")
 def _sums(
-    hidden: Float[Array, "N hidden"], weights: object, wanted: Int[Array, "8 2"]
+    hidden: Float[Array, "N hidden"], weights: object, ranges: Int[Array, "8 2"]
 ) -> tuple[Float[Array, "N hidden"], Float[Array, "8 hidden"]]:
     """Returns (`hidden` unchanged, the float32 sum of each range)."""
     place = jnp.arange(len(hidden))
-    inside = (wanted[:, :1] <= place) & (place < wanted[:, 1:])
+    inside = (ranges[:, :1] <= place) & (place < ranges[:, 1:])
     sums = jnp.dot(
         inside.astype(hidden.dtype),
         hidden,

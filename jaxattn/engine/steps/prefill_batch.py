@@ -25,39 +25,39 @@ class PromptChunk(NamedTuple):
 
     Attributes:
         length: The length of the row after these tokens.
-        place: The index of the row on the device, if it keeps a history; otherwise -1.
+        history_row: The index of the row on the device, if it keeps a history; otherwise -1.
         pages: int32 [M], the row's block table.
-        following: The prompt's next token after these; -1 if the prompt ends with them.
+        next_token: The prompt's next token after these; -1 if the prompt ends with them.
     """
 
     tokens: Sequence[int]
     length: int
     slot: int
-    place: int
+    history_row: int
     pages: np.ndarray
-    following: int = -1
+    next_token: int = -1
 
 
 class PackedPrompts(NamedTuple):
     """The unpacked part of a data group.
 
     Attributes:
-        histories: int32 [B], the row that keeps each prompt's history; -1 for none.
-        places: int32 [b], the row of each line of logits; -1 for none.
+        history_rows: int32 [B], the row that keeps each prompt's history; -1 for none.
+        row_indices: int32 [b], the row of each line of logits; -1 for none.
         sources: int32 [b], the prompt of each line of logits; -1 for a row that decodes.
-        following: int32 [B], the token after each prompt's piece; -1 if the prompt ends with it.
+        next_tokens: int32 [B], the token after each prompt's piece; -1 if the prompt ends with it.
     """
 
     prompts: PrefillBatch
-    histories: Array
-    places: Array
+    history_rows: Array
+    row_indices: Array
     sources: Array
-    following: Array
+    next_tokens: Array
 
     @property
     def decoding(self) -> Array:
         """The decoding row of each line of logits; -1 for other lines."""
-        return jnp.where(self.sources < 0, self.places, -1)
+        return jnp.where(self.sources < 0, self.row_indices, -1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,8 @@ class PromptLayout:
         lines: The number of lines of tokens, of `line` tokens each.
         width: The number of pages per row.
         logits: The number of lines of logits.
-        one_each: Whether each line has a row of its own, because no chunk is longer than a line.
+        one_line_per_row: Whether each line has a row of its own, because no chunk is longer than a
+            line.
     """
 
     groups: int
@@ -78,7 +79,7 @@ class PromptLayout:
     line: int
     width: int
     logits: int
-    one_each: bool
+    one_line_per_row: bool
 
     @classmethod
     def of(cls, limits: Limits, tokens: int) -> Self:
@@ -91,7 +92,7 @@ class PromptLayout:
             line=limits.line_tokens,
             width=limits.table_width,
             logits=limits.rows_per_group,
-            one_each=limits.chunks[-1] <= limits.line_tokens,
+            one_line_per_row=limits.chunks[-1] <= limits.line_tokens,
         )
 
     @property
@@ -99,9 +100,9 @@ class PromptLayout:
         """The tokens of all data groups, including padding."""
         return self.groups * self.lines * self.line
 
-    def first_token(self, group: int, before: Sequence[PromptChunk]) -> int:
+    def first_token(self, group: int, preceding: Sequence[PromptChunk]) -> int:
         """Returns the index of the first token of a data group's next chunk, among all groups."""
-        lines = group * self.lines + sum(self._lines_of(chunk) for chunk in before)
+        lines = group * self.lines + sum(self._lines_of(chunk) for chunk in preceding)
         return lines * self.line
 
     def _lines_of(self, chunk: PromptChunk) -> int:
@@ -142,7 +143,7 @@ class PromptLayout:
             for row, chunk in enumerate(chunks[group] if chunks else ()):
                 new = len(chunk.tokens)
                 heads[row, :HEAD] = (
-                    new, chunk.length, chunk.slot, chunk.place, chunk.following
+                    new, chunk.length, chunk.slot, chunk.history_row, chunk.next_token
                 )  # fmt: skip
                 heads[row, HEAD:] = chunk.pages
                 behind = line + self._lines_of(chunk)
@@ -165,18 +166,18 @@ class PromptLayout:
             seq_lens=heads[:, 1],
             block_tables=heads[:, HEAD:],
             state_indices=heads[:, 2],
-            lines=None if self.one_each else owners,
+            lines=None if self.one_line_per_row else owners,
         )
         return PackedPrompts(prompts, heads[:, 3], places, sources, heads[:, 4])
 
     def unpack_all(self, packed: Int[Array, "G n"]) -> list[PackedPrompts]:
         return [self.unpack(packed[group]) for group in range(self.groups)]
 
-    def _views(self, whole: "np.ndarray | Array") -> list:
+    def _views(self, group_array: "np.ndarray | Array") -> list:
         ends = np.cumsum([int(np.prod(part)) for part in self._parts])
         begins = [0, *ends[:-1]]
         return [
-            whole[begin:end].reshape(part)
+            group_array[begin:end].reshape(part)
             for begin, end, part in zip(begins, ends, self._parts, strict=True)
         ]
 
@@ -186,6 +187,6 @@ def by_lines(layout: PromptLayout, packed: Int[Array, "G n"]) -> tuple[Array, ..
     found = []
     for own in layout.unpack_all(packed):
         lines = own.prompts.layout
-        histories = lines.of_row(own.histories, -1)
+        histories = lines.of_row(own.history_rows, -1)
         found.append((own.prompts.tokens, histories, lines.seq_lens, lines.query_lens))
     return tuple(jnp.concatenate(each) for each in zip(*found, strict=True))

@@ -34,7 +34,7 @@ class SampleStep(EngineStep):
         return partial(
             advance,
             level=self.level,
-            remembers=limits.speculate > 0,
+            keeps_history=limits.speculate > 0,
             replays=limits.reproducible,
         )
 
@@ -50,9 +50,9 @@ class SampleStep(EngineStep):
         return logits, np.full(self.rows, -1, np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        rows, told = executable(rows, *map(on_device, given))
+        rows, told = executable(rows, *map(on_device, inputs))
         return state, rows, told
 
 
@@ -91,7 +91,7 @@ class BitmaskStep(EngineStep):
         return logits, fill_bitmask((), self.rows, model.vocab_size)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        logits, words = given
+        logits, words = inputs
         return state, rows, executable(on_device(logits), words)

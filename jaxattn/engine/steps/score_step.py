@@ -33,15 +33,15 @@ Head = Callable[[Any, Float[Array, "S hidden"]], Float[Array, "S vocab"]]
 
 @dataclasses.dataclass(frozen=True)
 class ScoreControls:
-    """The parameters of a call's scores, stored in the last lines of `wanted`.
+    """The parameters of a call's scores, stored in the last lines of `targets`.
 
     Attributes:
-        most: The number of likeliest tokens to return.
+        num_likeliest: The number of likeliest tokens to return.
         temperature: The temperature of the distribution; 1 gives the model's own.
         top_k, top_p, min_p: The filters of the distribution, as in `Request`.
     """
 
-    most: int = 0
+    num_likeliest: int = 0
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -51,8 +51,8 @@ class ScoreControls:
 
     @classmethod
     def of(cls, request: Request) -> Self:
-        """Returns the controls of a request's prompt, with `most` as 1 if it asks for any likeliest
-        tokens. A call returns the maximum over its prompts."""
+        """Returns the controls of a request's prompt, with `num_likeliest` as 1 if it asks for any
+        likeliest tokens. A call returns the maximum over its prompts."""
         most = min(request.prompt_logprobs or 0, 1)
         if not request.processed_logprobs:
             return cls(most)
@@ -63,22 +63,22 @@ class ScoreControls:
     def lines(self) -> Int[np.ndarray, "3 2"]:
         numbers = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
         last = *numbers, int(self.filtered)
-        return np.array([self.most, self.top_k, *last], np.int32).reshape(self.LINES, 2)
+        return np.array([self.num_likeliest, self.top_k, *last], np.int32).reshape(self.LINES, 2)
 
     @staticmethod
-    def filters(wanted: Int[np.ndarray, "S+3 2"]) -> bool:
-        """Whether `wanted` has the controls of a filtered score."""
-        return bool(wanted[-1, 1])
+    def filters(targets: Int[np.ndarray, "S+3 2"]) -> bool:
+        """Whether `targets` has the controls of a filtered score."""
+        return bool(targets[-1, 1])
 
     @property
     def filtered(self) -> bool:
         """Whether the score searches the vocabulary, for which it needs a `FilteredScoreStep`."""
-        return self.most > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.num_likeliest > 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStep(EngineStep):
-    """A step on hidden states of tokens: (hidden, weights, wanted) -> (hidden, told).
+    """A step on hidden states of tokens: (hidden, weights, targets) -> (hidden, scores).
 
     Attributes:
         tokens: The number of tokens with hidden states.
@@ -88,7 +88,7 @@ class HiddenStep(EngineStep):
 
     @abc.abstractmethod
     def lines(self, model: Model) -> int:
-        """Returns the number of lines of `wanted`, int32 [lines, 2]."""
+        """Returns the number of lines of `targets`, int32 [lines, 2]."""
 
     @abc.abstractmethod
     def with_head(self, head: Head) -> Callable:
@@ -113,9 +113,9 @@ class HiddenStep(EngineStep):
         return np.zeros(hidden.shape, hidden.dtype), np.zeros((self.lines(model), 2), np.int32)
 
     def call(
-        self, executable: Any, given: Any, weights: Any, state: DecodeState, rows: DeviceBatch
+        self, executable: Any, inputs: Any, weights: Any, state: DecodeState, rows: DeviceBatch
     ) -> tuple[DecodeState, DeviceBatch, Any]:
-        hidden, wanted = given
+        hidden, wanted = inputs
         _, told = executable(on_device(hidden), weights, wanted)
         return state, rows, told
 
@@ -124,7 +124,7 @@ class HiddenStep(EngineStep):
 class ScoreStep(HiddenStep):
     """Scores tokens whose hidden states come from a `GatherStep`.
 
-    `wanted` is int32 [S + 3, 2]: (the token's index in the prefill step, the token after it), and
+    `targets` is int32 [S + 3, 2]: (the token's index in the prefill step, the token after it), and
     `ScoreControls` in the last lines.
 
     Attributes:
@@ -161,7 +161,7 @@ class FilteredScoreStep(ScoreStep):
 
     It is a separate step because the host would have to wait for XLA's conditional searches.
 
-    `wanted` is int32 [R + 3, 2], like that of a `ScoreStep`.
+    `targets` is int32 [R + 3, 2], like that of a `ScoreStep`.
     """
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ class FilteredScoreStep(ScoreStep):
         return min(self.size(model.vocab_size), FEWEST) + ScoreControls.LINES
 
     def wanted(self, lines: Int[np.ndarray, "S+3 2"]) -> Int[np.ndarray, "R+3 2"]:
-        """Converts `wanted` of a `ScoreStep`; the places become indices among the S tokens."""
+        """Converts the `targets` of a `ScoreStep`; the places become indices among the S tokens."""
         count = min(len(lines) - ScoreControls.LINES, FEWEST)
         found = np.concatenate([lines[:count], lines[-ScoreControls.LINES :]])
         found[:count, 0] = np.arange(count)
@@ -183,7 +183,7 @@ class FilteredScoreStep(ScoreStep):
 
 @dataclasses.dataclass(frozen=True)
 class GatherStep(HiddenStep):
-    """Gathers the hidden states of a `ScoreStep`'s tokens from a prefill step: `told` is
+    """Gathers the hidden states of a `ScoreStep`'s tokens from a prefill step: its result is
     [S, hidden].
 
     Attributes:
@@ -219,7 +219,7 @@ def head_of(model: Model, tree: Any) -> Head:
 def wanted_tokens(
     size: int, places: Int[np.ndarray, "n 2"], controls: ScoreControls, count: int
 ) -> list[Int[np.ndarray, "S+3 2"]]:
-    """Returns the `wanted` arrays of all calls that score these places; the last is padded.
+    """Returns the `targets` arrays of all calls that score these places; the last is padded.
 
     Args:
         size: S, the number of tokens per call.
@@ -240,67 +240,67 @@ class _Scored(NamedTuple):
     """The logits of a call's tokens, and the values that both kinds of score need."""
 
     logits: Float[Array, "S vocab"]
-    most: Float[Array, "S 1"]
+    max_logits: Float[Array, "S 1"]
     tokens: Int[Array, "S"]
-    own: Float[Array, "S 1"]
-    heat: Float[Array, ""]
+    token_logits: Float[Array, "S 1"]
+    temperature: Float[Array, ""]
 
     @classmethod
-    def of(cls, head: Head, hidden: Array, weights: Any, wanted: Array) -> Self:
-        tokens, logits = wanted[: -ScoreControls.LINES, 1], head(weights, hidden)
+    def of(cls, head: Head, hidden: Array, weights: Any, targets: Array) -> Self:
+        tokens, logits = targets[: -ScoreControls.LINES, 1], head(weights, hidden)
         own = jnp.take_along_axis(logits, tokens[:, None], axis=1)
-        temperature = lax.bitcast_convert_type(wanted[-2, 0], jnp.float32)
+        temperature = lax.bitcast_convert_type(targets[-2, 0], jnp.float32)
         heat = jnp.where(temperature > 0, temperature, 1.0)  # it is 0 in the warm-up's padding
         return cls(logits, logits.max(axis=1, keepdims=True), tokens, own, heat)
 
-    def told(self, found: Int[Array, "S n"]) -> Int[Array, "S 1+n"]:
+    def told(self, values: Int[Array, "S n"]) -> Int[Array, "S 1+n"]:
         """Returns each token's rank and the found values, which begin with the bits of its
         log-probability. These are NaN if logits are not finite; a filtered token has -inf."""
-        rank = 1 + (self.logits > self.own).sum(axis=1, keepdims=True, dtype=jnp.int32)
-        finite = jnp.isfinite(self.most) & jnp.isfinite(self.own)
+        rank = 1 + (self.logits > self.token_logits).sum(axis=1, keepdims=True, dtype=jnp.int32)
+        finite = jnp.isfinite(self.max_logits) & jnp.isfinite(self.token_logits)
         nan = lax.bitcast_convert_type(jnp.float32(jnp.nan), jnp.int32)
-        return jnp.concatenate([rank, jnp.where(finite, found[:, :1], nan), found[:, 1:]], axis=1)
+        return jnp.concatenate([rank, jnp.where(finite, values[:, :1], nan), values[:, 1:]], axis=1)
 
 
 def _gathered(
-    hidden: Float[Array, "N hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
+    hidden: Float[Array, "N hidden"], weights: Any, targets: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "N hidden"], Float[Array, "S hidden"]]:
     """Returns (`hidden` unchanged, the hidden states at the places)."""
-    return hidden, hidden[wanted[: -ScoreControls.LINES, 0]]
+    return hidden, hidden[targets[: -ScoreControls.LINES, 0]]
 
 
 @jax.named_scope("score")
 def _score(
-    head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "S+3 2"]
+    head: Head, hidden: Float[Array, "S hidden"], weights: Any, targets: Int[Array, "S+3 2"]
 ) -> tuple[Float[Array, "S hidden"], Int[Array, "S 2"]]:
     """Returns (`hidden` unchanged, each token's rank and the bits of its log-probability).
 
     It reads the logits twice: once for the maximum, and once for all sums.
     """
-    scored = _Scored.of(head, hidden, weights, wanted)
-    warmth = 1 / scored.heat  # dividing each logit would take as long as reading it
-    sums = jnp.exp((scored.logits - scored.most) * warmth).sum(axis=1, keepdims=True)
-    chance = (scored.own - scored.most) * warmth - jnp.log(sums)
+    scored = _Scored.of(head, hidden, weights, targets)
+    warmth = 1 / scored.temperature  # dividing each logit would take as long as reading it
+    sums = jnp.exp((scored.logits - scored.max_logits) * warmth).sum(axis=1, keepdims=True)
+    chance = (scored.token_logits - scored.max_logits) * warmth - jnp.log(sums)
     return hidden, scored.told(lax.bitcast_convert_type(chance, jnp.int32))
 
 
 @jax.named_scope("filtered score")
 def _filtered_score(
-    head: Head, hidden: Float[Array, "S hidden"], weights: Any, wanted: Int[Array, "R+3 2"]
+    head: Head, hidden: Float[Array, "S hidden"], weights: Any, targets: Int[Array, "R+3 2"]
 ) -> tuple[Float[Array, "S hidden"], Int[Array, "R 2+2*20"]]:
     """Returns (`hidden` unchanged, each token's rank and `logprobs`)."""
-    rows = hidden[wanted[: -ScoreControls.LINES, 0]]
-    scored = _Scored.of(head, rows, weights, wanted)
-    (most, top_k), (_, top_p), (min_p, _) = wanted[-ScoreControls.LINES :]
+    rows = hidden[targets[: -ScoreControls.LINES, 0]]
+    scored = _Scored.of(head, rows, weights, targets)
+    (num_likeliest, top_k), (_, top_p), (min_p, _) = targets[-ScoreControls.LINES :]
     top_p, min_p = (lax.bitcast_convert_type(x, jnp.float32) for x in (top_p, min_p))
     each_of = partial(jnp.full, len(scored.tokens))
-    filtered = each_of(scored.heat), each_of(top_k), each_of(top_p), each_of(min_p)
+    filtered = each_of(scored.temperature), each_of(top_k), each_of(top_p), each_of(min_p)
     sampling = SamplingBatch(*filtered, jnp.zeros(len(scored.tokens), jnp.uint32))
     filters = (top_k > 0) | (top_p < 1) | (min_p > 0)
     drawn_from = lax.cond(
         filters,
-        lambda logits: masked_logits(logits, sampling, scored.most),
-        lambda logits: logits / scored.heat,
+        lambda logits: masked_logits(logits, sampling, scored.max_logits),
+        lambda logits: logits / scored.temperature,
         scored.logits,
     )
-    return hidden, scored.told(logprobs(drawn_from, scored.tokens, most))
+    return hidden, scored.told(logprobs(drawn_from, scored.tokens, num_likeliest))

@@ -42,7 +42,7 @@ class EngineStep(abc.ABC):
     def call(
         self,
         executable: Any,
-        given: Any,
+        inputs: Any,
         weights: tuple[jax.Array, ...],
         state: DecodeState,
         rows: DeviceBatch,

@@ -32,16 +32,17 @@ class FinishCode(enum.IntEnum):
 def advance(
     rows: DeviceBatch,
     logits: Float[Array, "b vocab"],
-    places: Int[Array, "b"],
+    row_indices: Int[Array, "b"],
     *,
     level: SamplingMode,
-    remembers: bool = False,
+    keeps_history: bool = False,
     replays: bool = False,
 ) -> tuple[DeviceBatch, Int[Array, "b n"]]:
-    """Chooses the next token of each row at `places`, and deactivates the rows that end with it.
+    """Chooses the next token of each row at `row_indices`, and deactivates the rows that end with
+    it.
 
     Args:
-        remembers: Whether every row has a history, instead of only those with penalties.
+        keeps_history: Whether every row has a history, instead of only those with penalties.
         replays: Whether rows may have known tokens, which replace the sampled ones.
 
     Returns:
@@ -49,7 +50,7 @@ def advance(
         by `logprobs`). The rows come first, because JAX gives a donated buffer to the first result
         of its shape, and block tables of two pages have the shape of the second.
     """
-    found = read(rows, places)
+    found = read(rows, row_indices)
     active = found.cursor.active > 0
     position = found.cursor.length + 1
     choose = functools.partial(_sample_tokens, rows, level=level, replays=replays)
@@ -60,11 +61,11 @@ def advance(
     end = jnp.where(active, ending(found, tokens, position), FinishCode.IDLE)
     told = jnp.concatenate([tokens[:, None], end[:, None], chosen[:, 1:]], axis=1)
 
-    at = jnp.where(active, found.at, len(rows.cursor))
+    at = jnp.where(active, found.indices, len(rows.cursor))
     cursor = jnp.stack([tokens, position, (end == FinishCode.NONE).astype(jnp.int32)], axis=1)
     rows = dataclasses.replace(rows, cursor=rows.cursor.at[at].set(cursor, mode="drop"))
     # A row with penalties has been sampled in CONTROLS or a higher mode since it joined.
-    if remembers or level >= SamplingMode.CONTROLS:
+    if keeps_history or level >= SamplingMode.CONTROLS:
         history = rows.history.at[at, position].set(tokens, mode="drop")
         rows = dataclasses.replace(rows, history=history)
     return rows, told
@@ -85,7 +86,7 @@ def _sample_tokens(
         logits = with_biases(rows, found, with_penalties(rows, found, logits, position))
     tokens, drawn_from = draw(logits, found.sampling, position, level)
     if replays:
-        known = rows.history.at[found.at, position].get(mode="fill", fill_value=0)
+        known = rows.history.at[found.indices, position].get(mode="fill", fill_value=0)
         replayed = (position < found.integer("replayed")) & (tokens != NOT_FINITE)
         tokens = jnp.where(replayed, known, tokens)
     if level < SamplingMode.LOGPROBS:
@@ -136,7 +137,7 @@ def with_penalties(
     return penalized(
         logits,
         rows.history,
-        found.at,
+        found.indices,
         found.integer("prompt"),
         position,
         repetition=found.number("repetition_penalty"),
@@ -149,7 +150,7 @@ def with_biases(
     rows: DeviceBatch, found: RowView, logits: Float[Array, "b vocab"]
 ) -> Float[Array, "b vocab"]:
     """Returns the logits with the biases of the rows' requests."""
-    biases = rows.biases.at[found.at].get(mode="fill", fill_value=0)
+    biases = rows.biases.at[found.indices].get(mode="fill", fill_value=0)
     return biased(logits, biases[:, 0], lax.bitcast_convert_type(biases[:, 1], jnp.float32))
 
 

@@ -35,18 +35,18 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
         return tuple(blocks)
     if not blocks:
         return ()
-    places = [i for i, block in enumerate(blocks) if block.mixer.cache_formats]
-    if not places:
+    indices = [i for i, block in enumerate(blocks) if block.mixer.cache_formats]
+    if not indices:
         kinds = ", ".join(sorted({type(block.mixer).__name__ for block in blocks}))
         raise ValueError(
             f"cache_format={name!r}: no layer of the model has a token cache ({kinds})"
         )
-    if 2 * native_layers >= len(places):
+    if 2 * native_layers >= len(indices):
         raise ValueError(
-            f"native_layers={native_layers} at each end cover all {len(places)} attention layers; "
+            f"native_layers={native_layers} at each end cover all {len(indices)} attention layers; "
             "use fewer"
         )
-    for place in places:
+    for place in indices:
         mixer = blocks[place].mixer
         if name not in mixer.cache_formats:
             has = ", ".join(("auto", *mixer.cache_formats))
@@ -54,9 +54,9 @@ def reformatted(blocks: Sequence[Block], name: str, native_layers: int = 0) -> t
                 f"cache_format={name!r} is not supported by {type(mixer).__name__}; use one of "
                 f"{has}"
             )
-    apart = {*places[:native_layers], *places[len(places) - native_layers :]}
+    apart = {*indices[:native_layers], *indices[len(indices) - native_layers :]}
     found = list(blocks)
-    for place in places:
+    for place in indices:
         mixer = blocks[place].mixer
         changed = mixer.with_separate_cache() if place in apart else mixer.in_format(name)
         found[place] = dataclasses.replace(blocks[place], mixer=changed)

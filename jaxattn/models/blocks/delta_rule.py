@@ -85,15 +85,15 @@ class DeltaMixer(Mixer):
         shared: object,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena | None]:
-        of_rows = None
+        row_options = None
         if rows is not None:
-            of_rows = {
+            row_options = {
                 "state_indices": rows.state_indices,
                 "write_indices": rows.write_indices,
                 "weights": weights,
                 "arena": arena,
             }
-        y, conv_state, ssm_state, after = module.mixed(
+        y, conv_state, ssm_state, arena_after = module.mixed(
             x,
             arrays["conv_state"],
             arrays["ssm_state"],
@@ -101,11 +101,11 @@ class DeltaMixer(Mixer):
             state_indices=prompts.state_indices,
             seq_lens=prompts.seq_lens,
             query_lens=prompts.query_lens,
-            rows=of_rows,
+            rows=row_options,
             layer=layer.index,
             implementation=implementation,
         )
-        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, arena_after
 
     def decode(
         self,
@@ -119,7 +119,7 @@ class DeltaMixer(Mixer):
         shared: object,
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        y, conv_state, ssm_state, after = module.decode(
+        y, conv_state, ssm_state, arena_after = module.decode(
             x,
             arrays["conv_state"],
             arrays["ssm_state"],
@@ -130,8 +130,8 @@ class DeltaMixer(Mixer):
             arena=arena,
             implementation=implementation,
         )
-        assert after is not None  # an arena was given
-        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, after
+        assert arena_after is not None  # an arena was given
+        return y, {"conv_state": conv_state, "ssm_state": ssm_state}, arena_after
 
 
 def _small_weights(params: Any) -> list[Array]:

@@ -89,7 +89,7 @@ class FeedForward(abc.ABC):
         layer: LayerIndex,
         arena: Arena | None,
         implementation: Implementation | None,
-        apart: bool = False,
+        defer_sum: bool = False,
         share: Any = None,
     ) -> tuple[Any, Arena | None]:
         """Returns the output and the arena.
@@ -99,7 +99,7 @@ class FeedForward(abc.ABC):
             stacks: The parameters in `stacked`, [repeats, ...] each.
             layer: The index of this layer in them.
             arena: None in prefill.
-            apart: Whether the output may be an `ExpertOutputs`, which the next norm sums up.
+            defer_sum: Whether the output may be an `ExpertOutputs`, which the next norm sums up.
             share: The step's share; see `share`.
         """
         return module(x), arena
@@ -242,7 +242,7 @@ class MoE(FeedForward):
         layer: LayerIndex,
         arena: Arena | None,
         implementation: Implementation | None,
-        apart: bool = False,
+        defer_sum: bool = False,
         share: ExpertShare | None = None,
     ) -> tuple[Any, Arena | None]:
         return module.step(
@@ -252,7 +252,7 @@ class MoE(FeedForward):
             valid=valid,
             share=share,
             arena=arena,
-            apart=apart,
+            apart=defer_sum,
             implementation=implementation,
         )
 

@@ -35,7 +35,7 @@ class GQA(PagedMixer):
         window: Number of keys that a token sees, its own included. None means all before it.
         sinks: Whether each head has a logit without a value in its softmax.
         cache_format: Format of the cache for `KVFormat`. None means the compute dtype.
-        apart: Whether these layers keep the compute dtype while others use another format.
+        is_native: Whether these layers keep the compute dtype while others use another format.
         fp8_bits: Whether an FP8 cache is an array of the numbers' bits, for CPUs.
     """
 
@@ -52,35 +52,35 @@ class GQA(PagedMixer):
     window: int | None = None
     sinks: bool = False
     cache_format: str | None = None
-    apart: bool = False
+    is_native: bool = False
     fp8_bits: bool = False
 
     norms = True
     cache_formats = ("bfloat16", "fp8", *TURBOQUANT)
-    read_apart = (
+    unpacked_params = (
         "sinks", "kv_scale", "q_bias", "k_bias", "v_bias", "o_bias", "q_heads_norm", "k_heads_norm",
     )  # fmt: skip
 
     def in_format(self, name: str) -> "GQA":
         if name in TURBOQUANT:
             gqa.TurboFormat(preset=name, head_dim=self.head_dim)  # raises, or warns
-        return dataclasses.replace(self, cache_format=name, apart=False)
+        return dataclasses.replace(self, cache_format=name, is_native=False)
 
     def with_separate_cache(self) -> "GQA":
-        return dataclasses.replace(self, cache_format=None, apart=True)
+        return dataclasses.replace(self, cache_format=None, is_native=True)
 
     @property
     def cache_name(self) -> str:
         of_window = "" if self.window is None else f" of the last {self.window}"
         unrotated = " without rotation" if self.rope.theta is None else ""
-        return f"keys and values{of_window}{unrotated}{' set apart' if self.apart else ''}"
+        return f"keys and values{of_window}{unrotated}{' set apart' if self.is_native else ''}"
 
     @property
     def array(self) -> str:
-        """The name of the cache's array, which depends on window, rotation and `apart`."""
+        """The name of the cache's array, which depends on window, rotation and `is_native`."""
         of_window = "" if self.window is None else f"_{self.window}"
         unrotated = "_unrotated" if self.rope.theta is None else ""
-        return f"kv_cache{of_window}{unrotated}{'_apart' if self.apart else ''}"
+        return f"kv_cache{of_window}{unrotated}{'_apart' if self.is_native else ''}"
 
     @property
     def kernels(self) -> dict[str, str]:

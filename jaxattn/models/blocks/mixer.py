@@ -90,14 +90,15 @@ class Mixer(abc.ABC):
         norms: Whether the module's `decode` takes tokens as a `PendingNorm`.
         cache_name: Name of the layer's cache. Mixers with one cache are equal.
         cache_formats: Formats of the cache that `with_cache_format` may choose.
-        read_apart: Names of parameters that decoding reads in place instead of from `pack`'s rows.
+        unpacked_params: Names of parameters that decoding reads in place instead of from `pack`'s
+            rows.
     """
 
     fp8: tuple[str, ...] | FourBitLinears = ()
 
     norms: ClassVar[bool] = False
     cache_formats: ClassVar[tuple[str, ...]] = ()
-    read_apart: ClassVar[tuple[str, ...]] = ()
+    unpacked_params: ClassVar[tuple[str, ...]] = ()
 
     def matrices(self, stream: Stream) -> dict[str, Matrix]:
         """Returns the linears that may be among `fp8`."""
@@ -177,7 +178,7 @@ class Mixer(abc.ABC):
             lines: The layout of the prompts.
             rows: Rows with one token each, as for `decode`, or None.
         """
-        own, others = lines.split(x)
+        own, row_x = lines.split(x)
         chosen = implementation if implementation == "xla" else None
         y, arrays_after = self.prefill(
             module, lines.to_rows(own), arrays, prompts.in_one_line(), layer, chosen
@@ -190,7 +191,7 @@ class Mixer(abc.ABC):
         # fusion reads later.
         y, arrays_after = lax.optimization_barrier((y, arrays_after))
         of_rows, arrays_after, arena = self.decode(
-            module, others, {**arrays, **arrays_after}, arena, rows, layer, weights, shared,
+            module, row_x, {**arrays, **arrays_after}, arena, rows, layer, weights, shared,
             implementation,
         )  # fmt: skip
         return lines.join(y, of_rows), arrays_after, arena

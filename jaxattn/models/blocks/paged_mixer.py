@@ -143,15 +143,15 @@ class PagedMixer(Mixer):
         shared: dict[str, Any],
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena | None]:
-        of_rows: dict[str, Any] | None = None
+        row_options: dict[str, Any] | None = None
         if rows is not None:
-            of_rows = {
+            row_options = {
                 **addressing(rows, shared, self.most_tokens(arrays, rows)),
                 "weights": weights,
                 "arena": arena,
                 **self.exchanging(shared, arrays, implementation),
             }
-        y, *found = module.mixed(
+        y, *results = module.mixed(
             x,
             arrays[self.array],
             **self.get_decode_extras(arrays, mixed=True),
@@ -159,12 +159,12 @@ class PagedMixer(Mixer):
             block_tables=prompts.block_tables,
             seq_lens=prompts.seq_lens,
             query_lens=prompts.query_lens,
-            rows=of_rows,
+            rows=row_options,
             layer=self.in_cache(layer),
             parallel=self.parallel,
             implementation=implementation,
         )
-        return y, *self.arrays_of(found)
+        return y, *self.arrays_of(results)
 
     def decode(
         self,
@@ -178,7 +178,7 @@ class PagedMixer(Mixer):
         shared: dict[str, Any],
         implementation: Implementation | None,
     ) -> tuple[Array, Arrays, Arena]:
-        y, *found = module.decode(
+        y, *results = module.decode(
             x,
             arrays[self.array],
             **self.get_decode_extras(arrays, mixed=False),
@@ -189,7 +189,7 @@ class PagedMixer(Mixer):
             implementation=implementation,
             **self.exchanging(shared, arrays, implementation),
         )
-        arrays, after = self.arrays_of(found)
+        arrays, after = self.arrays_of(results)
         assert after is not None  # an arena was given
         return y, arrays, after
 
@@ -201,14 +201,14 @@ class PagedMixer(Mixer):
         """Returns further arguments of the module's `decode`, or with `mixed` of its `mixed`."""
         return {}
 
-    def arrays_of(self, found: list[Any]) -> tuple[Arrays, Arena | None]:
+    def arrays_of(self, results: list[Any]) -> tuple[Arrays, Arena | None]:
         """Returns (the arrays, the arena) from the results of `mixed` or `decode` after y."""
-        kv_cache, after, *sent = found
+        kv_cache, after, *sent = results
         return {self.array: kv_cache, **self.exchanged_by(sent)}, after
 
-    def exchanged_by(self, sent: list[SymmetricBuffer]) -> Arrays:
+    def exchanged_by(self, buffers: list[SymmetricBuffer]) -> Arrays:
         """Returns the arrays of the mailboxes through which rows were sent, if any."""
-        found = zip(sent, (EXCHANGE, MEETING), strict=False)
+        found = zip(buffers, (EXCHANGE, MEETING), strict=False)
         return {
             name: array for each, of in found for name, array in buffer_arrays(each, of).items()
         }

@@ -33,7 +33,7 @@ class SparseMLA(MLA):
             choice of the last layer before it that has one.
         index_head_dim: Dimension of the indexer's queries and keys.
         index_interleaved: Whether the indexer's rotated dims are interleaved.
-        hands_on: Whether layers without an indexer follow.
+        shares_indices: Whether layers without an indexer follow.
         sinks: Whether each head has a logit without a value in its softmax.
     """
 
@@ -41,11 +41,11 @@ class SparseMLA(MLA):
     index_heads: int
     index_head_dim: int = 128
     index_interleaved: bool = False
-    hands_on: bool = False
+    shares_indices: bool = False
     sinks: bool = False
 
     norms = False  # the indexer reads the norm, also for a single token
-    read_apart = ("indexer", "sinks")
+    unpacked_params = ("indexer", "sinks")
 
     @property
     def cache_name(self) -> str:
@@ -114,7 +114,7 @@ class SparseMLA(MLA):
     def handed_on(
         self, arrays: Arrays, prompts: PrefillBatch | None, rows: DecodeBatch | None
     ) -> Arrays:
-        if not self.hands_on:
+        if not self.shares_indices:
             return {}
         found = {}
         if prompts is not None:
@@ -137,7 +137,7 @@ class SparseMLA(MLA):
         return module(x, indices=handed_on, **packed), handed_on
 
     def handed_on_whole(self, rows: int, tokens: int) -> Array | None:
-        if not self.hands_on:
+        if not self.shares_indices:
             return None
         return jnp.full((rows, tokens, min(self.top_k, tokens)), -1, jnp.int32)
 
@@ -151,8 +151,8 @@ class SparseMLA(MLA):
             index = IndexPages(arrays["index_cache"], arrays.get("index_scale"))
         return {"index": index, "indices": (of_prompts, of_rows) if mixed else of_rows}
 
-    def arrays_of(self, found: list[Any]) -> tuple[Arrays, Arena | None]:
-        kv_cache, index, chosen, after, *sent = found
+    def arrays_of(self, results: list[Any]) -> tuple[Arrays, Arena | None]:
+        kv_cache, index, chosen, after, *sent = results
         of_prompts, of_rows = chosen if isinstance(chosen, tuple) else (None, chosen)
         given = {self.array: kv_cache, OF_PROMPTS: of_prompts, OF_ROWS: of_rows}
         if index is not None:

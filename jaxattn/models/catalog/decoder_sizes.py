@@ -92,15 +92,19 @@ class DecoderSizes(ModelSizes):
     @cached_property
     def sizes(self) -> LayerSizes:
         spec = self.model.spec
-        found: dict[str, Any] = {"num_heads": 0, "qk_dim": 0, "v_dim": 0}
+        attention_sizes: dict[str, Any] = {"num_heads": 0, "qk_dim": 0, "v_dim": 0}
         for mixer in spec.mixers.values():
             if isinstance(mixer, MLA):
-                found |= _of_mla(mixer)
+                attention_sizes |= _of_mla(mixer)
             elif isinstance(mixer, GQA):
-                heads = max(found["num_heads"], mixer.num_heads)
-                found |= {"num_heads": heads, "qk_dim": mixer.head_dim, "v_dim": mixer.head_dim}
+                heads = max(attention_sizes["num_heads"], mixer.num_heads)
+                attention_sizes |= {
+                    "num_heads": heads,
+                    "qk_dim": mixer.head_dim,
+                    "v_dim": mixer.head_dim,
+                }
             elif isinstance(mixer, DeltaMixer):
-                found |= {
+                attention_sizes |= {
                     "state_heads": mixer.state_shape[0],
                     "key_heads": mixer.key_heads,
                     "state_shape": mixer.state_shape[1:],
@@ -122,7 +126,7 @@ class DecoderSizes(ModelSizes):
             top_k=max((each.router.top_k for each in moes), default=0),
             expert_size=max((each.expert_size for each in moes), default=0),
             widened=_largest_fp8(self.model),
-            **found,
+            **attention_sizes,
         )
 
     def in_cache_format(self, name: str, native_layers: int = 0) -> "DecoderSizes":
@@ -131,19 +135,21 @@ class DecoderSizes(ModelSizes):
         model = self.model.with_cache_format(name, native_layers)
         return DecoderSizes.of(self.name, model, self.quantization, unread=self.unread)
 
-    def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
-        return with_local_heads(self.model, ways, cache_dtype).caches
+    def caches(self, num_shards: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
+        return with_local_heads(self.model, num_shards, cache_dtype).caches
 
     def scratch(
-        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
+        self, rows: int, *, q_len: int, max_pages: int, num_shards: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
-        own = with_local_heads(self.model, ways).scratch(rows, q_len=q_len, max_pages=max_pages)
+        own = with_local_heads(self.model, num_shards).scratch(
+            rows, q_len=q_len, max_pages=max_pages
+        )
         kinds = {block.feed_forward for block in self.model.spec.blocks}
         tokens, stream = rows * q_len * gathered, self.model.spec.stream
         return (*own, *(each.scratch(stream, tokens) for each in kinds if gathered > 1))
 
-    def copied_bytes(self, ways: int = 1) -> int:
-        model = with_local_heads(self.model, ways)
+    def copied_bytes(self, num_shards: int = 1) -> int:
+        model = with_local_heads(self.model, num_shards)
         shapes = model.param_shapes()
         return nbytes(jax.eval_shape(model.pack, shapes)) - nbytes(shapes)
 
@@ -202,7 +208,7 @@ def _of_mla(mixer: MLA) -> dict[str, Any]:
 
 def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
     """Returns the lines of a decoder's parameters, in the order of its state."""
-    found = []
+    groups = []
     for key, leaf in nnx.to_flat_state(model.param_shapes()):
         part = param_role(model.spec, key)
         stack, shape = leaf.shape[: part.stacked], leaf.shape[part.stacked :]
@@ -218,9 +224,9 @@ def weights_of(model: DecoderModel) -> tuple[WeightGroup, ...]:
         )
         if part.always:
             shared = weights.count // stack[-1] * part.always
-            found.append(
+            groups.append(
                 dataclasses.replace(weights, kind="shared experts", split="dense", count=shared)
             )
             weights = dataclasses.replace(weights, count=weights.count - shared)
-        found.append(weights)
-    return tuple(found)
+        groups.append(weights)
+    return tuple(groups)

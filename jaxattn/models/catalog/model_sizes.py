@@ -125,22 +125,22 @@ class ModelSizes(abc.ABC):
         """
 
     @abc.abstractmethod
-    def caches(self, ways: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
-        """Returns the caches of one of `ways` GPUs; `cache_dtype` None means the model's own."""
+    def caches(self, num_shards: int = 1, cache_dtype: str | None = None) -> tuple[LayerCache, ...]:
+        """Returns one of `num_shards` GPUs' caches; `cache_dtype` None means the model's own."""
 
     @abc.abstractmethod
     def scratch(
-        self, rows: int, *, q_len: int, max_pages: int, ways: int = 1, gathered: int = 1
+        self, rows: int, *, q_len: int, max_pages: int, num_shards: int = 1, gathered: int = 1
     ) -> tuple[ArenaSpec, ...]:
         """Returns the scratch of each op of a decode step on one GPU.
 
         Args:
-            ways: Number of GPUs that divide the mixers' heads.
+            num_shards: Number of GPUs that divide the mixers' heads.
             gathered: Number of GPUs whose tokens may choose this one's experts.
         """
 
-    def copied_bytes(self, ways: int = 1) -> int:
-        """Returns the bytes that packing adds to the weights, on one of `ways` GPUs."""
+    def copied_bytes(self, num_shards: int = 1) -> int:
+        """Returns the bytes that packing adds to the weights, on one of `num_shards` GPUs."""
         return 0
 
     def stored_bytes(self, weights: WeightGroup) -> tuple[int, int]:

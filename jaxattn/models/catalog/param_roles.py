@@ -179,23 +179,24 @@ def _of_experts(path: Path, kind: MoE) -> ParamRole | None:
 
 
 def with_local_heads(
-    model: DecoderModel, ways: int, cache_dtype: str | None = None
+    model: DecoderModel, num_shards: int, cache_dtype: str | None = None
 ) -> DecoderModel:
-    """Returns the model with the mixers of one of `ways` GPUs: fewer heads, each whole.
+    """Returns the model with the mixers of one of `num_shards` GPUs: fewer heads, each whole.
 
     Each GPU has all heads of an indexer. Caches and scratch of the result are those of one GPU.
 
     Args:
-        ways: Number of GPUs that divide the heads; if there are fewer heads, each GPU has one.
+        num_shards: Number of GPUs that divide the heads; if there are fewer heads, each GPU has
+            one.
         cache_dtype: Dtype of the pages. None keeps the model's.
     """
-    if ways == 1 and cache_dtype is None:
+    if num_shards == 1 and cache_dtype is None:
         return model
     changed = {}
     for mixer in model.spec.mixers.values():
         fields = {field.name for field in dataclasses.fields(mixer)}
         heads = {n for n in fields if n.endswith("_heads") and n != "index_heads"}
-        changes: dict[str, Any] = {name: -(-getattr(mixer, name) // ways) for name in heads}
+        changes: dict[str, Any] = {name: -(-getattr(mixer, name) // num_shards) for name in heads}
         if cache_dtype is not None and "cache_dtype" in fields:
             changes["cache_dtype"] = cache_dtype
         changed[mixer] = dataclasses.replace(mixer, **changes)

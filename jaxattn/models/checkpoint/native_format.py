@@ -236,16 +236,16 @@ def _mapped(file: Path) -> np.ndarray:
         return np.memmap(file, np.uint8, mode="r")
 
 
-def _check_names(file: Path, config: HybridConfig, found: dict) -> None:
+def _check_names(file: Path, config: HybridConfig, tensors: dict) -> None:
     expected = {name: (leaf.dtype.name, leaf.shape) for name, leaf in stored_shapes(config).items()}
     for name, (dtype, shape) in expected.items():
         wanted = f"{dtype}{list(shape)}"
-        if name not in found:
+        if name not in tensors:
             raise CheckpointError(f"{file}: tensor {name!r} is missing; expected {wanted}")
-        if found[name] != (dtype, shape):
-            actual = f"{found[name][0][:100]}{short_repr(list(found[name][1]))}"
+        if tensors[name] != (dtype, shape):
+            actual = f"{tensors[name][0][:100]}{short_repr(list(tensors[name][1]))}"
             raise CheckpointError(f"{file}: tensor {name!r} is {actual}; expected {wanted}")
-    if unexpected := sorted(found.keys() - expected.keys()):
+    if unexpected := sorted(tensors.keys() - expected.keys()):
         names = [repr(name) for name in unexpected]
         raise CheckpointError(f"{file}: unexpected tensor {short_list(names, most=1)}")
 

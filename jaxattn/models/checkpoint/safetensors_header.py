@@ -151,14 +151,14 @@ def check_layout(header: SafetensorsHeader) -> None:
         ValueError: A tensor has too few or too many bytes or is truncated, two overlap, or bytes
             belong to no tensor.
     """
-    reached, last = 0, "the header"
+    position, previous = 0, "the header"
     for name, tensor in sorted(header.tensors.items(), key=lambda item: item[1][2:]):
         _check_size(name, tensor)
-        if tensor.begin < reached:
-            raise ValueError(f"is damaged: tensor {name!r} overlaps {last}")
-        if tensor.begin > reached:
+        if tensor.begin < position:
+            raise ValueError(f"is damaged: tensor {name!r} overlaps {previous}")
+        if tensor.begin > position:
             raise ValueError(
-                f"is damaged: {tensor.begin - reached:,} bytes between {last} and tensor "
+                f"is damaged: {tensor.begin - position:,} bytes between {previous} and tensor "
                 f"{name!r} belong to no tensor"
             )
         if tensor.end > header.data.size:
@@ -166,10 +166,10 @@ def check_layout(header: SafetensorsHeader) -> None:
                 f"is cut off within tensor {name!r}, which ends {tensor.end:,} bytes after the "
                 f"header; the file ends {header.data.size:,} bytes after it"
             )
-        reached, last = tensor.end, f"tensor {name!r}"
-    if reached < header.data.size:
-        rest = header.data.size - reached
-        raise ValueError(f"is damaged: {rest:,} bytes after {last} belong to no tensor")
+        position, previous = tensor.end, f"tensor {name!r}"
+    if position < header.data.size:
+        rest = header.data.size - position
+        raise ValueError(f"is damaged: {rest:,} bytes after {previous} belong to no tensor")
 
 
 def _check_size(name: str, tensor: TensorHeader) -> None:

@@ -40,7 +40,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     delta = KDA(
         num_heads=fields.integer("linear_num_heads", heads),
         head_dim=dim,
-        conv_width=fields.integer("linear_conv_kernel_dim", least=2),
+        conv_width=fields.integer("linear_conv_kernel_dim", minimum=2),
         lower_bound=bound,
     )
     count = fields.integer("num_hidden_layers")
@@ -76,17 +76,19 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
     spec = model.spec
     saved = any(name == "model.embed_tokens.weight" for name in names)
     hidden = spec.stream.hidden_size
-    found = ends(spec, embedding="embed_tokens" if saved else "word_embeddings")
+    mappings = ends(spec, embedding="embed_tokens" if saved else "word_embeddings")
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
-        found += decoder.norms(place, hidden)
+        mappings += decoder.norms(place, hidden)
         if isinstance(block.mixer, MLA):
-            found += mla.attention(place, block.mixer, hidden, _ATTENTION, _OUT)
+            mappings += mla.attention(place, block.mixer, hidden, _ATTENTION, _OUT)
         elif isinstance(block.mixer, KDA):
-            found += kda_hybrid_base.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
+            mappings += kda_hybrid_base.delta(place, block.mixer, hidden, _ATTENTION, _OUT)
             name, heads = f"{_ATTENTION}.A_log", (block.mixer.num_heads,)
-            found.append(place.plain(name, heads, "mixer", "A_log"))
+            mappings.append(place.plain(name, heads, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):
-            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
+            mappings += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES, stored=names)
-    return found
+            mappings += experts.placed(
+                place, hidden, block.feed_forward, names=_NAMES, stored=names
+            )
+    return mappings

@@ -48,7 +48,7 @@ def prediction_layers(fields: ConfigFields) -> int:
     """Returns the number of prediction layers, under the publishers' or transformers 5's name."""
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     given = [name for name in names if fields.values.get(name) is not None]
-    return max((fields.integer(name, least=0) for name in given), default=0)
+    return max((fields.integer(name, minimum=0) for name in given), default=0)
 
 
 def draft_layers(spec: DecoderSpec) -> list[WeightMapping]:
@@ -71,7 +71,7 @@ def dense_layers(fields: ConfigFields) -> list[bool]:
         words = fields.words("mlp_layer_types", count, "dense", "sparse")
         return [word == "dense" for word in words]
     dense, count = (
-        fields.integer("first_k_dense_replace", least=0), fields.integer("num_hidden_layers"),
+        fields.integer("first_k_dense_replace", minimum=0), fields.integer("num_hidden_layers"),
     )  # fmt: skip
     return [layer < dense for layer in range(count)]
 
@@ -96,7 +96,7 @@ def read_experts(fields: ConfigFields) -> MoE:
         ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
     width = fields.integer("moe_intermediate_size")
-    shared = fields.integer("n_shared_experts", 0, least=0)
+    shared = fields.integer("n_shared_experts", 0, minimum=0)
     return MoE(expert_size=width, router=_router(fields), shared_size=shared * width)
 
 

@@ -46,7 +46,7 @@ def delta(place: LayerMapping, mixer: KDA, hidden: int, name: str, out: str) -> 
         out: Name of its output projection.
     """
     width, rank = mixer.num_heads * mixer.head_dim, mixer.gate_rank
-    found = []
+    mappings = []
     for number, each in enumerate("qkv"):
         first = number * width
         projection = place.linear(
@@ -55,20 +55,20 @@ def delta(place: LayerMapping, mixer: KDA, hidden: int, name: str, out: str) -> 
         taps = place.taps(
             f"{name}.{each}_conv1d", width, mixer.conv_width, "mixer", "conv1d", first=first
         )
-        found += [projection, taps]
+        mappings += [projection, taps]
     for number, each in enumerate("fg"):
         if rank is None:
             columns = (f"{name}.{each}_proj", width, hidden, "mixer", "in_proj_fg")
-            found.append(place.linear(*columns, first=number * width))
+            mappings.append(place.linear(*columns, first=number * width))
         else:
             columns = (f"{name}.{each}_a_proj", rank, hidden, "mixer", "in_proj_fg_a")
             wide = f"{each}_b_proj"
-            found += [
+            mappings += [
                 place.linear(*columns, first=number * rank),
                 place.linear(f"{name}.{wide}", width, rank, "mixer", wide),
             ]
     return [
-        *found,
+        *mappings,
         place.linear(f"{name}.b_proj", mixer.num_heads, hidden, "mixer", "in_proj_b"),
         place.plain(f"{name}.dt_bias", (width,), "mixer", "dt_bias"),
         place.vector(f"{name}.o_norm", mixer.head_dim, "mixer", "norm"),

@@ -39,31 +39,31 @@ def read_model(fields: ConfigFields) -> DecoderModel:
     if _DELTA in fields.values:
         of_delta = fields.of(_DELTA, fields.checked(_DELTA, fields.values[_DELTA], json_object))
         heads, dim = of_delta.integer("num_heads"), of_delta.integer("head_dim")
-        width = of_delta.integer("short_conv_kernel_size", least=2)
+        width = of_delta.integer("short_conv_kernel_size", minimum=2)
         attends = _attends(of_delta, count)
     else:  # the fields that transformers writes
         heads, dim = fields.integer("linear_num_heads"), fields.integer("linear_head_dim")
-        width = fields.integer("linear_conv_kernel_dim", least=2)
+        width = fields.integer("linear_conv_kernel_dim", minimum=2)
         words = fields.words("layer_types", count, "linear_attention", "full_attention")
         attends = [word == "full_attention" for word in words]
     delta = KDA(num_heads=heads, head_dim=dim, conv_width=width, gate_rank=dim)
-    attention = mla.read_attention(fields, turns=False)
+    attention = mla.read_attention(fields, rotated=False)
     return kda_hybrid_base.read_decoder(
         fields, attends, attention, delta, deepseek.dense_layers(fields)
     )
 
 
-def _attends(of_delta: ConfigFields, count: int) -> list[bool]:
+def _attends(delta_fields: ConfigFields, count: int) -> list[bool]:
     """Returns whether each layer is attention; the file lists layers of both kinds, from 1 on."""
-    full = of_delta.values.get("full_attn_layers")
+    full = delta_fields.values.get("full_attn_layers")
     every = set(range(1, count + 1))
     if not isinstance(full, list) or not every.issuperset(full):
         raise ConfigError(
-            f"{of_delta.where}: full_attn_layers must be a list of layers from 1 to {count}; got "
-            f"{full!r}"
+            f"{delta_fields.where}: full_attn_layers must be a list of layers from 1 to {count}; "
+            f"got {full!r}"
         )
     rest = sorted(every.difference(full))
-    of_delta.require("kda_layers", rest)
+    delta_fields.require("kda_layers", rest)
     return [layer not in rest for layer in range(1, count + 1)]
 
 
@@ -74,19 +74,21 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
         names: Names of a folder's tensors: transformers saves dense layers under the experts' name.
     """
     spec = model.spec
-    hidden, found = spec.stream.hidden_size, ends(spec)
+    hidden, mappings = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
-        found += decoder.norms(place, hidden)
+        mappings += decoder.norms(place, hidden)
         if isinstance(block.mixer, MLA):
-            found += mla.attention(place, block.mixer, hidden)
+            mappings += mla.attention(place, block.mixer, hidden)
         elif isinstance(block.mixer, KDA):
-            found += kda_hybrid_base.delta(place, block.mixer, hidden, "self_attn", "o_proj")
+            mappings += kda_hybrid_base.delta(place, block.mixer, hidden, "self_attn", "o_proj")
             shape = (1, 1, block.mixer.num_heads, 1)
-            found.append(place.flat("self_attn.A_log", shape, "mixer", "A_log"))
+            mappings.append(place.flat("self_attn.A_log", shape, "mixer", "A_log"))
         if isinstance(block.feed_forward, MLP):
             saved = f"{place.prefix}.{_NAMES.layer}.gate_proj.weight" in names
             name = _NAMES.layer if saved else "mlp"
-            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size, name)
+            mappings += decoder.mlp(place, hidden, block.feed_forward.intermediate_size, name)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(place, hidden, block.feed_forward, names=_NAMES, stored=names)
-    return found
+            mappings += experts.placed(
+                place, hidden, block.feed_forward, names=_NAMES, stored=names
+            )
+    return mappings

@@ -39,7 +39,7 @@ def read_model(fields: ConfigFields) -> DecoderModel:
 def with_draft_head(model: DecoderModel, fields: ConfigFields) -> DecoderModel:
     """Returns the model with its prediction layer."""
     fields.require("mtp_use_dedicated_embeddings", False)
-    layers = fields.integer("mtp_num_hidden_layers", 1, least=0)
+    layers = fields.integer("mtp_num_hidden_layers", 1, minimum=0)
     return qwen_hybrid_base.with_draft_head(model, fields, layers)
 
 

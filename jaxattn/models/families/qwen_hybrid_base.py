@@ -43,7 +43,7 @@ def read_model(fields: ConfigFields, feed_forward: FeedForward) -> DecoderModel:
         num_v_heads=fields.integer("linear_num_value_heads"),
         head_k_dim=fields.integer("linear_key_head_dim"),
         head_v_dim=fields.integer("linear_value_head_dim"),
-        conv_width=fields.integer("linear_conv_kernel_dim", least=2),
+        conv_width=fields.integer("linear_conv_kernel_dim", minimum=2),
     )
     blocks = tuple(Block(full if each else delta, feed_forward) for each in _attends(fields))
     return decoder.read_decoder(fields, blocks, norm_dtype="float32")
@@ -110,27 +110,27 @@ def placed(
     """
     spec = model.spec
     hidden, plus = spec.stream.hidden_size, AddOne()
-    places, found = layer_places(spec), ends(spec, plus)
+    places, mappings = layer_places(spec), ends(spec, plus)
     if spec.draft_head:
         places[-1] = dataclasses.replace(places[-1], prefix=f"{PREDICTION[0]}layers.0")
-        found += decoder.draft_layers(PREDICTION[0].rstrip("."), hidden, DRAFT, plus)
+        mappings += decoder.draft_layers(PREDICTION[0].rstrip("."), hidden, DRAFT, plus)
     for place, block in zip(places, spec.blocks, strict=True):
-        found += decoder.norms(place, hidden, plus)
+        mappings += decoder.norms(place, hidden, plus)
         if isinstance(block.mixer, GQA):
-            found += attention(place, block.mixer, hidden, plus)
+            mappings += attention(place, block.mixer, hidden, plus)
         elif isinstance(block.mixer, GDN):
-            found += delta(place, block.mixer, hidden) + _behind(place, block.mixer, hidden)
+            mappings += delta(place, block.mixer, hidden) + _behind(place, block.mixer, hidden)
         if isinstance(block.feed_forward, MLP):
-            found += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
+            mappings += decoder.mlp(place, hidden, block.feed_forward.intermediate_size)
         elif isinstance(block.feed_forward, MoE):
-            found += experts.placed(
+            mappings += experts.placed(
                 place,
                 hidden,
                 block.feed_forward,
                 shared="shared_expert",
                 stored=names,
             )
-    return found
+    return mappings
 
 
 def _behind(place: LayerMapping, mixer: GDN, hidden: int) -> list[WeightMapping]:

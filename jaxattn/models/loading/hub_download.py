@@ -80,7 +80,7 @@ def fetch_text(name: str, folder: Path) -> None:
         HubError: See `fetch_config`.
     """
     with _translate_errors(name):
-        _fetch(name, folder, _sizes(name, folder, TEXT, needed=False))
+        _fetch(name, folder, _sizes(name, folder, TEXT, required=False))
 
 
 def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = None) -> None:
@@ -96,20 +96,20 @@ def fetch_weights(name: str, folder: Path, *, on_progress: OnProgress | None = N
         CheckpointError: The index is damaged.
     """
     with _translate_errors(name):
-        _fetch(name, folder, _sizes(name, folder, [INDEX], needed=False))
+        _fetch(name, folder, _sizes(name, folder, [INDEX], required=False))
         names = shards_of(folder / INDEX) if (folder / INDEX).is_file() else [WEIGHTS]
-        sizes = _sizes(name, folder, names, needed=True)
+        sizes = _sizes(name, folder, names, required=True)
         if missing := [file for file in names if file not in sizes]:
             raise HubError(f"{name} has no {missing[0]}: only safetensors files are supported")
         _check_room(name, folder, sizes)
         _fetch(name, folder, sizes, on_progress)
 
 
-def _sizes(name: str, folder: Path, files: Sequence[str], *, needed: bool) -> dict[str, int]:
+def _sizes(name: str, folder: Path, files: Sequence[str], *, required: bool) -> dict[str, int]:
     """Returns the sizes in bytes of those files that the commit contains.
 
     Args:
-        needed: If True, cached files do not suffice when the Hub is unreachable.
+        required: If True, cached files do not suffice when the Hub is unreachable.
     """
     cached = {file: (folder / file).stat().st_size for file in files if (folder / file).is_file()}
     if len(cached) == len(files):
@@ -117,7 +117,7 @@ def _sizes(name: str, folder: Path, files: Sequence[str], *, needed: bool) -> di
     try:
         found = HfApi().get_paths_info(name, list(files), revision=folder.name)
     except (OfflineModeIsEnabled, HTTPError):
-        if needed:
+        if required:
             raise
         return cached
     return {each.path: each.size for each in found if isinstance(each, RepoFile)}
@@ -140,10 +140,10 @@ def _fetch(
     total, done = sum(sizes.values()), 0
     lock = threading.Lock()
 
-    def count(new: int) -> None:
+    def count(nbytes: int) -> None:
         nonlocal done
         with lock:
-            done += new
+            done += nbytes
             if on_progress:
                 on_progress(done, total)
 

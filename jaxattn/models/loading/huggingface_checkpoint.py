@@ -208,24 +208,24 @@ def place(
 
 def find(
     folder: Path,
-    found: Mapping[str, TensorEntry],
-    placed: Sequence[WeightMapping],
+    tensors: Mapping[str, TensorEntry],
+    mappings: Sequence[WeightMapping],
     skipped: tuple[str, ...] = (),
     quantization: Quantization | None = None,
 ) -> list[PublishedWeight]:
     """Returns the tensors of each weight.
 
     Args:
-        found: All tensors of the folder.
+        tensors: All tensors of the folder.
         skipped: Prefixes of names that may exist and are not read.
 
     Raises:
         CheckpointError: The tensors are not those of the model; the message names every difference.
     """
-    dtypes = {name: tensor.dtype for name, tensor in found.items()}
-    entries = dict(found)
-    weights, expected, missing, others = [], set[str](), dict[str, None](), dict[str, None]()
-    for each in placed:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    entries = dict(tensors)
+    weights, expected, missing, mismatched = [], set[str](), dict[str, None](), dict[str, None]()
+    for each in mappings:
         stored = each.stored or stored_as(each.name, dtypes, quantization)
         try:
             parts = stored.parts(each.name, each.shape)
@@ -235,39 +235,39 @@ def find(
         entries |= _scalars(entries, parts)
         missing |= dict.fromkeys(repr(part.name) for part in parts if part.name not in entries)
         there = [part for part in parts if part.name in entries]
-        others |= dict.fromkeys(
+        mismatched |= dict.fromkeys(
             wrong for part in there for wrong in _differences(part, entries[part.name])
         )
         sources = tuple(SourceTensor(entries[part.name], part.rows) for part in there if part.rows)
         weights.append(PublishedWeight(each, stored, sources))
-    others_of = (n for n in found if n not in expected and not _is_skipped(n, skipped))
-    unknown = [repr(n) for n in others_of if not _is_zero_bias(n, found)]
-    wrong = [
+    others_of = (n for n in tensors if n not in expected and not _is_skipped(n, skipped))
+    unknown = [repr(n) for n in others_of if not _is_zero_bias(n, tensors)]
+    problems = [
         f"{what} {short_list(list(names), width=200)}"
         for what, names in (
-            ("missing", missing), ("unknown", unknown), ("with another shape or dtype", others)
+            ("missing", missing), ("unknown", unknown), ("with another shape or dtype", mismatched)
         )
         if names
     ]  # fmt: skip
-    if wrong:
+    if problems:
         hint = ""
-        if any(key[-1] == "scale" for key in (each.placed.key for each in weights)):
+        if any(key[-1] == "scale" for key in (each.mapping.key for each in weights)):
             hint = (
                 "; dense='bfloat16' (--dense bfloat16) accepts FP8 and float matrices outside "
                 "the experts"
             )
         raise CheckpointError(
-            f"{folder}: the tensors do not match the model: {'; '.join(wrong)}{hint}"
+            f"{folder}: the tensors do not match the model: {'; '.join(problems)}{hint}"
         )
     return weights
 
 
 def _scalars(
-    found: Mapping[str, TensorEntry], parts: Sequence[EncodedTensor]
+    tensors: Mapping[str, TensorEntry], parts: Sequence[EncodedTensor]
 ) -> dict[str, TensorEntry]:
     """Gives one-element parts without an axis the shape (1,)."""
-    ones = [part.name for part in parts if part.shape == (1,) and part.name in found]
-    return {n: found[n]._replace(shape=(1,)) for n in ones if found[n].shape == ()}
+    ones = [part.name for part in parts if part.shape == (1,) and part.name in tensors]
+    return {n: tensors[n]._replace(shape=(1,)) for n in ones if tensors[n].shape == ()}
 
 
 def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
@@ -283,10 +283,10 @@ def _differences(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
 def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
     """Describes how the numbers of a checked tensor differ from the expected ones."""
     stated = np.fromfile(tensor.file, tensor.dtype, math.prod(part.shape), offset=tensor.begin)
-    if part.each_of:
-        others = stated[~np.isin(stated, part.each_of)]
+    if part.allowed_values:
+        others = stated[~np.isin(stated, part.allowed_values)]
         if others.size:
-            words = " or ".join(f"{word & WORD:#x}" for word in part.each_of)
+            words = " or ".join(f"{word & WORD:#x}" for word in part.allowed_values)
             yield f"{part.name!r} has {int(others[0]) & WORD:#x}, expected {words}{ASYMMETRIC}"
     elif stated.tolist() != list(part.numbers):
         why = REORDERED if part.name.endswith(".g_idx") else ""
@@ -294,11 +294,11 @@ def _other_numbers(part: EncodedTensor, tensor: TensorEntry) -> Iterator[str]:
         yield f"{part.name!r} is {found}, expected {wanted}{why}"
 
 
-def _is_zero_bias(name: str, found: Mapping[str, TensorEntry]) -> bool:
+def _is_zero_bias(name: str, tensors: Mapping[str, TensorEntry]) -> bool:
     """Returns whether the tensor is the zero bias that AutoGPTQ writes for linears without one."""
-    if not name.endswith(".bias") or f"{name.removesuffix('bias')}qweight" not in found:
+    if not name.endswith(".bias") or f"{name.removesuffix('bias')}qweight" not in tensors:
         return False
-    tensor = found[name]
+    tensor = tensors[name]
     return not np.fromfile(tensor.file, np.uint8, tensor.nbytes, offset=tensor.begin).any()
 
 

@@ -24,11 +24,11 @@ def is_scale(name: str) -> bool:
     return _SCALE.search(name) is not None
 
 
-def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key, np.ndarray]:
+def read_scales(tensors: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key, np.ndarray]:
     """Returns the parameters `kv_scale` of a decoder, float32 [repeats, 2, Hk] each.
 
     Args:
-        found: All tensors of the folder.
+        tensors: All tensors of the folder.
 
     Raises:
         CheckpointError: A scale is not a positive number, or its size is neither 1 nor Hk.
@@ -44,7 +44,7 @@ def read_scales(found: Mapping[str, TensorEntry], spec: DecoderSpec) -> dict[Key
             key = (*place.key, "mixer", "kv_scale")
             shape = (repeats[layer], 2, mixer.num_kv_heads)
             rows[layer] = scales.setdefault(key, np.ones(shape, np.float32))[place.repeat]
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         # Qwen's prediction layer numbers its layers from 0 again; its scales stay 1.
         match = None if name.startswith("mtp.") else _SCALE.search(name)
         if match is None or (layer := int(match[1])) not in rows:

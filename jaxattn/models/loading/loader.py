@@ -45,13 +45,13 @@ class CheckpointWeights:
 
     Attributes:
         nbytes: Bytes of all tensors to load, in their stored form.
-        put: Implementation of `place` on one device.
-        put_over: Implementation on several devices. None puts everything on one device first.
+        load: Implementation of `place` on one device.
+        load_sharded: Implementation on several devices. None puts everything on one device first.
     """
 
     nbytes: int
-    put: Callable[[OnProgress | None], Any]
-    put_over: Callable[[ShardedDecoder, DeviceGroup, OnProgress | None], Any] | None = None
+    load: Callable[[OnProgress | None], Any]
+    load_sharded: Callable[[ShardedDecoder, DeviceGroup, OnProgress | None], Any] | None = None
 
     def place(
         self,
@@ -69,10 +69,10 @@ class CheckpointWeights:
                 GPUs.
         """
         if group is None or not isinstance(model, ShardedDecoder):
-            return self.put(on_progress)
-        if self.put_over is None:
-            return model.place_params(self.put(on_progress), group)
-        return self.put_over(model, group, on_progress)
+            return self.load(on_progress)
+        if self.load_sharded is None:
+            return model.place_params(self.load(on_progress), group)
+        return self.load_sharded(model, group, on_progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,8 @@ class HuggingFaceFolder(ModelFolder):
         nbytes = sum(weight.nbytes for weight in weights)
         return CheckpointWeights(
             nbytes=nbytes,
-            put=lambda on_progress: put(on_progress=on_progress),
-            put_over=lambda model, group, on_progress: load_sharded_weights(
+            load=lambda on_progress: put(on_progress=on_progress),
+            load_sharded=lambda model, group, on_progress: load_sharded_weights(
                 model, weights, scales, group, on_progress=on_progress
             ),
         )
@@ -144,7 +144,7 @@ class NativeFolder(ModelFolder):
                 on_progress(nbytes, nbytes)
             return params
 
-        return CheckpointWeights(nbytes=nbytes, put=put)
+        return CheckpointWeights(nbytes=nbytes, load=put)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

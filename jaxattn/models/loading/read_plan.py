@@ -33,7 +33,7 @@ class SourceTensor(NamedTuple):
 class PublishedWeight(NamedTuple):
     """A published weight: its destination, and the tensors that hold its numbers."""
 
-    placed: WeightMapping
+    mapping: WeightMapping
     stored: WeightEncoding
     sources: tuple[SourceTensor, ...]
 
@@ -83,7 +83,7 @@ class ReadBlock(NamedTuple):
     start: tuple[int, ...]
     stacked: bool
     stored: WeightEncoding
-    change: WeightTransform
+    transform: WeightTransform
     pieces: tuple[TensorSlice, ...]
 
     @property
@@ -95,7 +95,7 @@ class ReadBlock(NamedTuple):
     def kind(self) -> tuple[object, ...]:
         """A key; blocks with equal keys use the same program for parameters of one shape."""
         sizes = tuple((piece.dtype, piece.shape) for piece in self.pieces)
-        return self.stacked, self.stored, self.change, sizes
+        return self.stacked, self.stored, self.transform, sizes
 
 
 def plan_reads(
@@ -109,14 +109,14 @@ def plan_reads(
     """
     alike: dict[object, list[PublishedWeight]] = {}
     for weight in weights:
-        place, first = weight.placed, weight.sources[0].tensor
+        place, first = weight.mapping, weight.sources[0].tensor
         dtypes = tuple(source.tensor.dtype for source in weight.sources)
-        key = first.file, place.key, place.index[:-1], place.change, weight.stored, dtypes
+        key = first.file, place.key, place.index[:-1], place.transform, weight.stored, dtypes
         alike.setdefault(key, []).append(weight)
     blocks: list[ReadBlock] = []
     for group in alike.values():
         for run in _runs(group, block_bytes):
-            blocks += _blocks(run, len(shapes[run[0].placed.key].shape), block_bytes)
+            blocks += _blocks(run, len(shapes[run[0].mapping.key].shape), block_bytes)
     return sorted(blocks, key=lambda block: block.pieces[0].spans[0])
 
 
@@ -125,7 +125,7 @@ def _runs(group: list[PublishedWeight], block_bytes: int) -> Iterator[list[Publi
 
     Lengths are powers of two, because each length needs a compiled program of its own.
     """
-    group = sorted(group, key=lambda weight: weight.placed.index)
+    group = sorted(group, key=lambda weight: weight.mapping.index)
     most = max(block_bytes // max(group[0].nbytes, 1), 1)
     begin = 0
     while begin < len(group):
@@ -137,20 +137,20 @@ def _runs(group: list[PublishedWeight], block_bytes: int) -> Iterator[list[Publi
         begin = end
 
 
-def _follows(before: PublishedWeight, after: PublishedWeight) -> bool:
-    index = before.placed.index
-    return index != () and after.placed.index[-1] == index[-1] + 1
+def _follows(previous: PublishedWeight, current: PublishedWeight) -> bool:
+    index = previous.mapping.index
+    return index != () and current.mapping.index[-1] == index[-1] + 1
 
 
 def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator[ReadBlock]:
     """Yields one block of several weights, or the one or more blocks of a single weight."""
-    place, stored = run[0].placed, run[0].stored
+    place, stored = run[0].mapping, run[0].stored
     if stored.by_columns:
-        rows, axis = place.shape[1], place.change.columns_axis
+        rows, axis = place.shape[1], place.transform.columns_axis
         together = rows if axis is None else stored.rows_together
     else:
         rows = place.shape[0]
-        together = math.lcm(place.change.rows_together, stored.rows_together)
+        together = math.lcm(place.transform.rows_together, stored.rows_together)
     row_bytes = max(-(-run[0].nbytes // rows), 1)
     step = rows
     if len(run) == 1:
@@ -162,12 +162,12 @@ def _blocks(run: list[PublishedWeight], dims: int, block_bytes: int) -> Iterator
             offset += -(-pieces[-1].nbytes // ALIGNMENT) * ALIGNMENT
         start = (*place.index, *_start(run[0], begin, dims - len(place.index)))
         stacked = place.index != ()
-        yield ReadBlock(place.key, start, stacked, stored, place.change.anywhere, tuple(pieces))
+        yield ReadBlock(place.key, start, stacked, stored, place.transform.anywhere, tuple(pieces))
 
 
 def _start(weight: PublishedWeight, begin: int, dims: int) -> tuple[int, ...]:
     """Returns the destination of the block that begins at this row or column."""
-    change, stored = weight.placed.change, weight.stored
+    change, stored = weight.mapping.transform, weight.stored
     if not stored.by_columns:
         return change.start(begin, dims)
     start = list(change.start(0, dims))
@@ -177,17 +177,17 @@ def _start(weight: PublishedWeight, begin: int, dims: int) -> tuple[int, ...]:
     return tuple(start)
 
 
-def _rows_of_block(rows: int, most: int, together: int) -> int:
-    """Returns the rows per block of a weight, at most `most` times `together`.
+def _rows_of_block(rows: int, max_multiples: int, rows_multiple: int) -> int:
+    """Returns the rows per block of a weight, at most `max_multiples` times `rows_multiple`.
 
     Blocks are equal if at most twice as many blocks allow it, because each length needs a compiled
     program of its own.
     """
-    least = -(-rows // (most * together))
+    least = -(-rows // (max_multiples * rows_multiple))
     for blocks in range(least, 2 * least):
-        if rows % (blocks * together) == 0:
+        if rows % (blocks * rows_multiple) == 0:
             return rows // blocks
-    return most * together
+    return max_multiples * rows_multiple
 
 
 def _piece(sources: Sequence[SourceTensor], begin: int, end: int, offset: int) -> TensorSlice:

@@ -67,7 +67,7 @@ def load_sharded_weights(
     Raises:
         CheckpointError: A file cannot be read, or is shorter than its header states.
     """
-    whole = _shapes(model.whole)
+    full_shapes = _shapes(model.whole)
     shapes = {key: shape for key, shape in _shapes(model).items() if key not in scales}
     filled = []
     for device in group.local_devices:
@@ -78,10 +78,10 @@ def load_sharded_weights(
             share = own(scale, cuts, model.parallel, group.number(device))
             zeros[key] = jax.device_put(share, device)
         filled.append(zeros)
-    blocks = plan_reads(weights, whole, read_plan.BLOCK_BYTES)
+    blocks = plan_reads(weights, full_shapes, read_plan.BLOCK_BYTES)
     total, done = sum(_bytes(block) for block in blocks), 0
     for block, arrays in _read_ahead(blocks, readers):
-        cuts, part = model.cuts_of(block.key), _part_shape(block, len(whole[block.key].shape))
+        cuts, part = model.cuts_of(block.key), _part_shape(block, len(full_shapes[block.key].shape))
         for device, targets in zip(group.local_devices, filled, strict=True):
             gpu = group.number(device)
             pieces = shard_slices(block.start, part, cuts, model.parallel, gpu)
@@ -96,7 +96,7 @@ def load_sharded_weights(
                     np.array(piece.start, np.int32),
                     size=piece.size,
                     stored=block.stored,
-                    change=block.change,
+                    transform=block.transform,
                     stacked=block.stacked,
                 )
         # Wait, so that only the blocks that are read ahead are pending on the host.
@@ -123,7 +123,9 @@ def shard_slices(
         axis = len(axes) + each.axis
         first, last, before = start[axis], start[axis] + shape[axis], 0
         found = []
-        for begin, end in each.ranges(parallel.part(each.over, gpu), parallel.size(each.over)):
+        for begin, end in each.ranges(
+            parallel.part(each.dimension, gpu), parallel.size(each.dimension)
+        ):
             low, high = max(begin, first), min(end, last)
             if low < high:
                 found.append((low - first, high - low, before + low - begin))
@@ -133,7 +135,7 @@ def shard_slices(
 
 
 @functools.partial(
-    jax.jit, static_argnames=("size", "stored", "change", "stacked"), donate_argnums=0
+    jax.jit, static_argnames=("size", "stored", "transform", "stacked"), donate_argnums=0
 )
 def _place(
     target: Array,
@@ -143,11 +145,11 @@ def _place(
     *,
     size: tuple[int, ...],
     stored: WeightEncoding,
-    change: WeightTransform,
+    transform: WeightTransform,
     stacked: bool,
 ) -> Array:
     """Returns the GPU's parameter with a piece of a block in its place."""
-    part = _transform_block(parts, target.ndim, stored, change, stacked)
+    part = _transform_block(parts, target.ndim, stored, transform, stacked)
     piece = lax.dynamic_slice(part.astype(target.dtype), tuple(begin), size)
     if target.dtype.itemsize > 1:
         return lax.dynamic_update_slice(target, piece, tuple(start))
@@ -161,11 +163,11 @@ def _transform_block(
     parts: tuple[Array, ...],
     dims: int,
     stored: WeightEncoding,
-    change: WeightTransform,
+    transform: WeightTransform,
     stacked: bool,
 ) -> Array:
     """Returns the transformed block, a part of a parameter of `dims` dimensions."""
-    part = jax.vmap(change.block)(stored.decode(parts))
+    part = jax.vmap(transform.block)(stored.decode(parts))
     part = part if stacked else part[0]
     return part.reshape((1,) * (dims - part.ndim) + part.shape)
 
@@ -175,7 +177,7 @@ def _shape_of(kind: Any, dims: int) -> tuple[int, ...]:
     stacked, stored, change, sizes = kind
     parts = tuple(jax.ShapeDtypeStruct(shape, wire_dtype(dtype)) for dtype, shape in sizes)
     changed = functools.partial(
-        _transform_block, dims=dims, stored=stored, change=change, stacked=stacked
+        _transform_block, dims=dims, stored=stored, transform=change, stacked=stacked
     )
     return jax.eval_shape(changed, parts).shape
 

@@ -103,18 +103,18 @@ def _program(block: ReadBlock, shapes: Shapes) -> tuple[object, ...]:
     return target.shape, target.dtype, *block.kind
 
 
-@functools.partial(jax.jit, static_argnames=("stored", "change", "stacked"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("stored", "transform", "stacked"), donate_argnums=0)
 def _place(
     target: Array,
     parts: tuple[Array, ...],
     start: Int[Array, "dims"],
     *,
     stored: WeightEncoding,
-    change: WeightTransform,
+    transform: WeightTransform,
     stacked: bool,
 ) -> Array:
     """Returns the parameter with a block in its place."""
-    part = jax.vmap(change.block)(stored.decode(parts)).astype(target.dtype)
+    part = jax.vmap(transform.block)(stored.decode(parts)).astype(target.dtype)
     part = part if stacked else part[0]
     part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
     if target.dtype.itemsize > 1:
@@ -127,7 +127,7 @@ def _place(
 
 @contextmanager
 def _programs(
-    blocks: Sequence[ReadBlock], shapes: Shapes, where: Sharding, compilers: int
+    blocks: Sequence[ReadBlock], shapes: Shapes, sharding: Sharding, compilers: int
 ) -> Iterator[Mapping[object, Future[Callable[..., Array]]]]:
     """Provides the programs that place each kind of block, which threads compile in block order.
 
@@ -137,12 +137,12 @@ def _programs(
     def compiled(block: ReadBlock) -> Callable[..., Array]:
         parts = tuple(argument(piece.shape, wire_dtype(piece.dtype)) for piece in block.pieces)
         target, start = shapes[block.key], argument((len(block.start),), jnp.dtype(jnp.int32))
-        options = dict(stored=block.stored, change=block.change, stacked=block.stacked)
+        options = dict(stored=block.stored, transform=block.transform, stacked=block.stacked)
         target = argument(target.shape, target.dtype)
         return _place.lower(target, parts, start, **options).compile(compiler_options=UNTUNED)
 
     def argument(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     first = {_program(block, shapes): block for block in reversed(blocks)}
     with ThreadPoolExecutor(min(max(compilers, 1), MOST_COMPILERS), "compile") as pool:
@@ -156,7 +156,7 @@ def _programs(
 
 
 def _stream_blocks(
-    blocks: Sequence[ReadBlock], readers: int, where: Sharding
+    blocks: Sequence[ReadBlock], readers: int, sharding: Sharding
 ) -> Generator[tuple[ReadBlock, tuple[Array, ...]], None, None]:
     """Yields the blocks in order, on the device, and reads `readers` of them ahead."""
     with ExitStack() as stack:
@@ -166,7 +166,7 @@ def _stream_blocks(
         )
 
         def send(block: ReadBlock) -> tuple[Array, ...]:
-            return jax.block_until_ready(jax.device_put(read(block, files, buffers), where))
+            return jax.block_until_ready(jax.device_put(read(block, files, buffers), sharding))
 
         pool = stack.enter_context(ThreadPoolExecutor(readers, "read"))
         stack.callback(pool.shutdown, cancel_futures=True)
@@ -230,11 +230,11 @@ def read(
     return tuple(arrays)
 
 
-def _read_span(span: ByteRange, file: int, into: np.ndarray) -> None:
+def _read_span(span: ByteRange, file: int, buffer: np.ndarray) -> None:
     done = 0
     while done < span.nbytes:
         try:
-            count = os.preadv(file, [into[done:]], span.begin + done)
+            count = os.preadv(file, [buffer[done:]], span.begin + done)
         except OSError as error:
             raise CheckpointError(f"cannot read {span.file}: {error.strerror}") from error
         if not count:

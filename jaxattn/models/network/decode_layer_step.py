@@ -60,11 +60,11 @@ def kept(state: DecodeState, name: str, arrays: Arrays, arena: Any) -> DecodeSta
 
 
 class LayerPosition(NamedTuple):
-    """A layer's place in a segment's pattern, in the repeat before `following`."""
+    """A layer's place in a segment's pattern, in the repeat before `next_repeat`."""
 
     segment: LayerSegment[Block]
     number: int
-    following: Array
+    next_repeat: Array
 
     @property
     def block(self) -> Block:
@@ -74,7 +74,7 @@ class LayerPosition(NamedTuple):
         """Returns the place of the first or second norm in the stack of all layers' norms."""
         step = 2 * len(self.segment.pattern)
         first = 2 * (self.segment.first + self.number) + number
-        return LayerIndex(self.following, step, first - step)
+        return LayerIndex(self.next_repeat, step, first - step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,20 +131,20 @@ class DecodeStep:
         y = y if self.fused else self.collectives.total(y)
         y = self.given(layer.norm, y, place, 0)
         x, normed, state = add_mlp_norm(summed(x, normed), y, state)
-        y, after = self.collectives.feed_forward(
+        y, arena_after = self.collectives.feed_forward(
             block,
             layer.mlp,
             normed,
             self.tokens,
             stacks,
-            place.following,
+            place.next_repeat,
             arena,
             self.implementation,
             fused=self.fused,
-            apart=unrolled and not block.norms_after,
+            defer_sum=unrolled and not block.norms_after,
         )
         y = self.given(layer.mlp_norm, y, place, 1)
-        return summed(x, normed), y, kept(state, name, arrays, after)
+        return summed(x, normed), y, kept(state, name, arrays, arena_after)
 
     def given(self, norm: RMSNorm, y: Array, place: LayerPosition, number: int) -> Array:
         """Returns a layer's addend for an output y, which norm `number` norms if `norms_after`."""
@@ -167,23 +167,23 @@ class DecodeStep:
             return add_then_norm(layer.norm), add_then_norm(layer.mlp_norm)
         spec, block, implementation = self.collectives.spec, place.block, self.implementation
         stream = spec.stream
-        of_all: dict[str, Any] = dict(
+        norm_options: dict[str, Any] = dict(
             weights=self.norms, eps=stream.eps, dtype=jnp.dtype(stream.dtype)
         )
         chosen = implementation if norms_features(stream.hidden_size) else "xla"
-        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **of_all)
+        norm: Callable = partial(add_norm_in_stack, implementation=chosen, **norm_options)
         mlp_norm = norm
         if self.tokens.valid.size == 1 == spec.parallel.gpus and chosen == implementation:
-            later: Callable = partial(defer_norm, implementation=chosen, **of_all)
+            later: Callable = partial(defer_norm, implementation=chosen, **norm_options)
             norm = later if block.mixer.norms else norm
             mlp_norm = later if block.feed_forward.norms else mlp_norm
         if self.fused:
-            norm, summing = self._summing_norms(block, of_all)
+            norm, summing = self._summing_norms(block, norm_options)
             mlp_norm = summing or mlp_norm
         return partial(norm, layer=place.norm(0)), partial(mlp_norm, layer=place.norm(1))
 
     def _summing_norms(
-        self, block: Block, of_all: dict[str, Any]
+        self, block: Block, norm_options: dict[str, Any]
     ) -> tuple[Callable, Callable | None]:
         """Returns the norms that also sum over GPUs.
 
@@ -192,7 +192,7 @@ class DecodeStep:
         spec, given = self.collectives.spec, self.implementation
         by_name = "xla" if given in ONLY_BY_NAME else given
         meets = partial(
-            sum_add_norm, axes=spec.parallel.axes("all"), implementation=by_name, **of_all
+            sum_add_norm, axes=spec.parallel.axes("all"), implementation=by_name, **norm_options
         )
         if not spec.gathers_tokens:
             return (partial(meets, meet=all_reduce_norm_layer),) * 2

@@ -20,7 +20,7 @@ class DecoderLayer(nnx.Module):
     """A block with its parameters."""
 
     def __init__(self, block: Block, stream: Stream, *, rngs: nnx.Rngs):
-        self.of, self.norms_after, self.dtype = block.mixer, block.norms_after, stream.dtype
+        self.mixer_spec, self.norms_after, self.dtype = block.mixer, block.norms_after, stream.dtype
         self.norm = norm_of(stream)
         self.mixer = block.mixer.build(stream, rngs)
         self.mlp_norm = norm_of(stream)
@@ -37,7 +37,7 @@ class DecoderLayer(nnx.Module):
         """
         turned = takes_positions(self.mixer)
         given = {name: of for name, of in packed.items() if turned or name != "positions"}
-        y, handed_on = self.of.whole(self.mixer, self.read(self.norm, x), given, handed_on)
+        y, handed_on = self.mixer_spec.whole(self.mixer, self.read(self.norm, x), given, handed_on)
         x = x + self.given(self.norm, y)
         x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
         return x, handed_on

@@ -288,13 +288,13 @@ class DecoderModel(Model):
         state: DecodeState,
         batch: DecodeBatch,
         hidden: Float[Array, "B S hidden"],
-        last: Int[Array, "B"],
+        last_indices: Int[Array, "B"],
         *,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B vocab"], Float[Array, "B hidden"], DecodeState]:
         decoder, stacks = self._decoding(params)
         read, handed, state = decoder.draft(
-            state, batch, hidden, last, **stacks, implementation=implementation
+            state, batch, hidden, last_indices, **stacks, implementation=implementation
         )
         return self._of_tokens(decoder.head(read)), handed, state
 
@@ -325,7 +325,11 @@ class DecoderModel(Model):
         """Returns the decoder, and the packed parameters that its decode steps read."""
         if not isinstance(params, PackedParams):
             return self.bind(params), {}
-        stacks = {"weights": params.weights, "norms": params.norms, "beside": params.beside}
+        stacks = {
+            "weights": params.weights,
+            "norms": params.norms,
+            "extra_weights": params.extra_weights,
+        }
         return self.bind(params.params), stacks
 
     def _of_tokens(self, logits: Array) -> Array:

@@ -233,7 +233,7 @@ class DecoderNetwork(nnx.Module):
         *,
         weights: dict[str, Array] | None = None,
         norms: Array | None = None,
-        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
+        extra_weights: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B S hidden"], DecodeState]:
         """Returns `head`'s input for new tokens (at padding, of a zero stream), and the state."""
@@ -243,7 +243,7 @@ class DecoderNetwork(nnx.Module):
         if overlong is not None:
             x = jnp.where(overlong[:, None, None], jnp.nan, x)
         numbers = range(len(self.spec.layer_segments))
-        x, state = self._decode_segments(numbers, step, x, state, beside)
+        x, state = self._decode_segments(numbers, step, x, state, extra_weights)
         return self.norm(x), state
 
     def draft(
@@ -251,19 +251,20 @@ class DecoderNetwork(nnx.Module):
         state: DecodeState,
         batch: DecodeBatch,
         hidden: Float[Array, "B S hidden"],
-        last: Int[Array, "B"],
+        last_indices: Int[Array, "B"],
         *,
         weights: dict[str, Array] | None = None,
         norms: Array | None = None,
-        beside: dict[tuple[int, int], tuple[Array, Array]] | None = None,
+        extra_weights: dict[tuple[int, int], tuple[Array, Array]] | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B hidden"], Float[Array, "B hidden"], DecodeState]:
-        """Runs the draft head on each row's tokens; returns its results for the token at `last`.
+        """Runs the draft head on each row's tokens; returns its results for the token at
+        `last_indices`.
 
         Args:
             batch: The tokens that follow those of `hidden`, at the positions of the latter.
             hidden: The head's input for cached tokens, or this method's second result for a guess.
-            last: int32 [B], below S.
+            last_indices: int32 [B], below S.
 
         Returns:
             (`head`'s input for the guess, the `hidden` for the next guess, the state).
@@ -273,10 +274,10 @@ class DecoderNetwork(nnx.Module):
         step = self._decode_step(state, batch, weights, norms, implementation)
         x = self._draft_stream(batch.tokens, hidden, step.tokens.valid > 0)
         numbers = range(len(self.spec.layer_segments), len(self.spec.segments))
-        x, state = self._decode_segments(numbers, step, x, state, beside)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+        x, state = self._decode_segments(numbers, step, x, state, extra_weights)
+        x = jnp.take_along_axis(x, last_indices[:, None, None], axis=1)[:, 0]
         normed = self.draft_layers.norm(x)
-        handed = normed if self.spec.draft_head.hands_on_normed else x
+        handed = normed if self.spec.draft_head.returns_normed else x
         return normed, handed.astype(self.spec.stream.dtype), state
 
     def _draft_stream(self, tokens: Array, hidden: Array, valid: Array) -> Array:
@@ -314,14 +315,14 @@ class DecoderNetwork(nnx.Module):
         step: DecodeStep,
         x: Array,
         state: DecodeState,
-        beside: dict[tuple[int, int], tuple[Array, Array]] | None,
+        extra_weights: dict[tuple[int, int], tuple[Array, Array]] | None,
     ) -> tuple[Array, DecodeState]:
         """Returns the stream and the state after some segments."""
         added = x.dtype if step.fused else self.collectives.added_dtype(x)
         state = self._handing_on(state, None, step.batch)
         carry = x, self.collectives.part(jnp.zeros_like(x, added), step.fused), state
         for number in numbers:
-            carry = self._decode_segment(number, step, beside or {}, carry, added)
+            carry = self._decode_segment(number, step, extra_weights or {}, carry, added)
         x, y, state = carry
         state = state.handing_on({})
         return x + (self.collectives.local_total(y) if step.fused else y), state
@@ -330,21 +331,21 @@ class DecoderNetwork(nnx.Module):
         self,
         number: int,
         step: DecodeStep,
-        beside: dict[tuple[int, int], tuple[Array, Array]],
+        extra_weights: dict[tuple[int, int], tuple[Array, Array]],
         carry: tuple[Array, Any, DecodeState],
-        added: DTypeLike,
+        addend_dtype: DTypeLike,
     ) -> tuple[Array, Array, DecodeState]:
         """Returns (the stream, the pending addend, the state) after a segment's repeats.
 
         Args:
-            beside: Stacks of weights in addition to a mixer's own, by segment and place in its
-                pattern.
-            added: Dtype of the pending addend.
+            extra_weights: Stacks of weights in addition to a mixer's own, by segment and place in
+                its pattern.
+            addend_dtype: Dtype of the pending addend.
         """
         segment, implementation = self.spec.segments[number], step.implementation
         graphdef, params, stacks = self._split(number)
         linear_stacks = linear_stacks_of(self.segments[number])
-        others = {place: own for (s, place), own in beside.items() if s == number}
+        others = {place: own for (s, place), own in extra_weights.items() if s == number}
         unrolled = self._unrolled(segment, step.tokens.valid.size, implementation)
 
         def body(
@@ -362,15 +363,15 @@ class DecoderNetwork(nnx.Module):
                 where = LayerPosition(segment, place, following)
                 carry = step.layer(layer, where, stacks[place], carry, unrolled)
             x, y, state = carry
-            return x, y if unrolled else y.astype(added), state
+            return x, y if unrolled else y.astype(addend_dtype), state
 
         x, y, state = carry
-        y = y if unrolled else array_of(y, x.shape).astype(added)
+        y = y if unrolled else array_of(y, x.shape).astype(addend_dtype)
         together = self._choose_unroll(segment, step.fused)
         x, y, state = scan_layers(
             segment.repeats, body, (x, y, state), (params,), unrolled, together
         )
-        return x, array_of(y, x.shape).astype(added), state
+        return x, array_of(y, x.shape).astype(addend_dtype), state
 
     def _split(self, number: int) -> tuple[nnx.GraphDef, nnx.State, list[dict[str, Array]]]:
         """Returns (structure, the scan's slices, the unsliced stacks per place in the pattern)."""

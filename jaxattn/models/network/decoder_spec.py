@@ -30,11 +30,11 @@ class DraftHead:
     token, together with the embedding of the next token.
 
     Attributes:
-        hands_on_normed: Whether the next guess reads the layer's output after its last norm instead
+        returns_normed: Whether the next guess reads the layer's output after its last norm instead
             of before it.
     """
 
-    hands_on_normed: bool = False
+    returns_normed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +177,10 @@ class DecoderSpec:
         parallel = self.parallel
         return parallel.tensor == 1 and parallel.experts_meet and parallel.expert == parallel.gpus
 
-    def layer_of(self, segment: LayerSegment[Block], place: int, following: Array) -> LayerIndex:
+    def layer_of(self, segment: LayerSegment[Block], place: int, next_repeat: Array) -> LayerIndex:
         """Returns a layer's index within its cache.
 
-        The layer is at a place of a segment's pattern, in the repeat before `following`.
+        The layer is at a place of a segment's pattern, in the repeat before `next_repeat`.
         """
         name = segment.pattern[place].mixer.cache_name
 
@@ -189,4 +189,4 @@ class DecoderSpec:
 
         before = count(self.blocks[: segment.first]) + count(segment.pattern[:place])
         per_repeat = count(segment.pattern)
-        return LayerIndex(following, per_repeat, before - per_repeat)
+        return LayerIndex(next_repeat, per_repeat, before - per_repeat)

@@ -25,12 +25,12 @@ def scan_layers[Carry](
     carry: Carry,
     stacks: Any,
     unrolled: bool = False,
-    together: int = 1,
+    repeats_per_iteration: int = 1,
 ) -> Carry:
     """Runs `carry = body(carry, (i + 1, *stacks[i]))` for each repeat, with one counter.
 
-    An iteration of the loop runs `together` repeats, which may be one CUDA graph; `together` must
-    divide `repeats`.
+    An iteration of the loop runs `repeats_per_iteration` repeats, which may be one CUDA graph;
+    `repeats_per_iteration` must divide `repeats`.
 
     If unrolled, the layers' indices are constants. Unrolling saves a launch for the counter, of 1.2
     us per repeat, and 1 us of host time between repeats (H200). Launches of the same kernel
@@ -43,8 +43,8 @@ def scan_layers[Carry](
 
     def step(looped: tuple[Array, Carry]) -> tuple[Array, Carry]:
         i, carry = looped
-        last = i + together
-        for left in reversed(range(together)):
+        last = i + repeats_per_iteration
+        for left in reversed(range(repeats_per_iteration)):
             following = last - left if left else last
             here = following - 1
             one = jax.tree.map(
@@ -61,9 +61,9 @@ def scan_layers[Carry](
     return lax.while_loop(lambda looped: looped[0] < repeats, step, (jnp.int32(0), carry))[1]
 
 
-def in_repeat(following: Array) -> LayerIndex:
+def in_repeat(next_repeat: Array) -> LayerIndex:
     """Returns a layer's index in the stacks of its place in the pattern."""
-    return LayerIndex(following, 1, -1)
+    return LayerIndex(next_repeat, 1, -1)
 
 
 def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
@@ -81,11 +81,11 @@ def linear_stacks_of(pattern: nnx.Module) -> dict[Any, Array]:
 def attach_weight_stacks(
     pattern: nnx.Module,
     stacks: dict[Any, Array],
-    following: Array,
+    next_repeat: Array,
     implementation: Implementation | None,
 ) -> None:
-    """Gives the modules of the repeat before `following` the stacks of their weights."""
+    """Gives the modules of the repeat before `next_repeat` the stacks of their weights."""
     for path, module in nnx.iter_modules(pattern):
         for name, place in getattr(module, "stacked", {}).items():
-            found = StackedWeight(stacks[path, name], in_repeat(following), implementation)
+            found = StackedWeight(stacks[path, name], in_repeat(next_repeat), implementation)
             setattr(module, place, found)

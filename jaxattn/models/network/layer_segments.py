@@ -46,27 +46,29 @@ def derive[Kind: Hashable](kinds: Sequence[Kind]) -> tuple[LayerSegment[Kind], .
 def _shortest(kinds: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Returns (first, period, repeats) of each segment, by dynamic programming from the last layer.
 
-    `same[p]` counts the layers from the current one on that equal the layer p further.
+    `num_matching[p]` counts the layers from the current one on that equal the layer p further.
     """
     count = len(kinds)
-    same = [0] * (count + 1)
+    num_matching = [0] * (count + 1)
     # (layers of all patterns, segments) from a layer on, and the segment that begins there.
     best: list[tuple[int, int]] = [(0, 0)] * (count + 1)
     begin: list[tuple[int, int]] = [(0, 0)] * count
     for layer in reversed(range(count)):
-        found: tuple[tuple[int, int], int, int] | None = None
+        choice: tuple[tuple[int, int], int, int] | None = None
         for period in range(1, count - layer + 1):
             other = layer + period
-            same[period] = same[period] + 1 if other < count and kinds[layer] == kinds[other] else 0
-            if found and period > found[0][0]:
+            num_matching[period] = (
+                num_matching[period] + 1 if other < count and kinds[layer] == kinds[other] else 0
+            )
+            if choice and period > choice[0][0]:
                 continue
-            for repeats in range(same[period] // period + 1, 0, -1):
+            for repeats in range(num_matching[period] // period + 1, 0, -1):
                 rest = best[layer + period * repeats]
                 cost = (period + rest[0], 1 + rest[1])
-                if found is None or cost < found[0]:
-                    found = cost, period, repeats
-        assert found is not None
-        best[layer], begin[layer] = found[0], found[1:]
+                if choice is None or cost < choice[0]:
+                    choice = cost, period, repeats
+        assert choice is not None
+        best[layer], begin[layer] = choice[0], choice[1:]
     segments, layer = [], 0
     while layer < count:
         period, repeats = begin[layer]

@@ -50,7 +50,7 @@ class MixedStep:
         Args:
             stacks: The weights that its feed-forward reads in place.
         """
-        block, following = position.block, position.following
+        block, next_repeat = position.block, position.next_repeat
         name = block.mixer.cache_name
         y, arrays, arena = block.mixer.mixed(
             layer.mixer,
@@ -60,7 +60,7 @@ class MixedStep:
             self.prompts,
             self.lines,
             self.rows,
-            self.collectives.spec.layer_of(position.segment, position.number, following),
+            self.collectives.spec.layer_of(position.segment, position.number, next_repeat),
             (self.weights or {}).get(name),
             self.shared.get(name),
             self.implementation,
@@ -72,6 +72,6 @@ class MixedStep:
         chosen = self.implementation if self.implementation == "xla" else None
         read = layer.read(layer.mlp_norm, x)
         y, _ = self.collectives.feed_forward(
-            block, layer.mlp, read, self.tokens, stacks, following, None, chosen
+            block, layer.mlp, read, self.tokens, stacks, next_repeat, None, chosen
         )
         return x + layer.given(layer.mlp_norm, y), state

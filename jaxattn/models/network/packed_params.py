@@ -27,19 +27,21 @@ class PackedParams:
             `jaxattn.gdn.pack_gdn_weights` and `jaxattn.mla.pack_mla_weights`.
         norms: float32 [2 L, hidden], in the order of the layers: the norm before the mixer, then
             the norm before the feed-forward.
-        beside: The results of `Mixer.beside`, by segment and place in its pattern.
+        extra_weights: The results of `Mixer.beside`, by segment and place in its pattern.
     """
 
     params: nnx.State
     vectors: tuple[Float[Array, "repeats total"], ...]
     weights: dict[str, Float[Array, "L W"]]
     norms: Float[Array, "N hidden"]
-    beside: dict[tuple[int, int], tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    extra_weights: dict[tuple[int, int], tuple[Array, Array]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def copies(self) -> tuple[Any, ...]:
         """The arrays that are stored a second time, so that decoding can read them from a stack."""
-        return self.weights, self.norms, self.beside
+        return self.weights, self.norms, self.extra_weights
 
 
 def pack_params(
@@ -59,17 +61,17 @@ def pack_params(
     empty = {
         s: _without_vectors(stacks[s], segment, nothing[s]) for s, segment in enumerate(segments)
     }
-    beside: dict[tuple[int, int], tuple[Array, Array]] = {}
+    extra_weights: dict[tuple[int, int], tuple[Array, Array]] = {}
     for s, segment in enumerate(segments):
         for place, block in enumerate(segment.pattern):
             layer: Any = empty[s]["layers"][place]
             if found := block.mixer.beside(stream, layer["mixer"]):
-                beside[s, place] = found
+                extra_weights[s, place] = found
             _replace(layer["mlp"], block.feed_forward.pack(stream, layer["mlp"]))
             _replace(layer["mixer"], block.mixer.widened(stream, layer["mixer"]))
     rest = nnx.State({**params, "segments": type(stacks)(empty)})
     vectors, weights, norms = small
-    return PackedParams(rest, vectors, weights, norms, beside)
+    return PackedParams(rest, vectors, weights, norms, extra_weights)
 
 
 def _small(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> tuple[Any, list[list[Array]]]:
@@ -86,9 +88,11 @@ def _small(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> tuple[Any, l
     return packed, [[x[:, :0] for x in each] for each in found]
 
 
-def _without_vectors(stack: Any, segment: LayerSegment[Block], left: Sequence[Array]) -> Any:
-    """Returns a segment's parameters with `left` instead of its vectors."""
-    each = iter(left)
+def _without_vectors(
+    stack: Any, segment: LayerSegment[Block], replacements: Sequence[Array]
+) -> Any:
+    """Returns a segment's parameters with `replacements` instead of its vectors."""
+    each = iter(replacements)
     return jax.tree.map_with_path(
         lambda path, leaf: next(each) if is_vector(path, leaf, segment) else leaf, stack
     )
@@ -113,7 +117,7 @@ def is_vector(path: Any, leaf: Any, segment: LayerSegment[Block]) -> bool:
     _, place, part, name, *_ = (getattr(each, "key", 0) for each in path)
     if part == "mixer":
         mixer = segment.pattern[place].mixer
-        return type(mixer).pack is not Mixer.pack and name not in mixer.read_apart
+        return type(mixer).pack is not Mixer.pack and name not in mixer.unpacked_params
     return part in ("norm", "mlp_norm")
 
 
@@ -125,7 +129,7 @@ def vectors_of(stack: Any, segment: LayerSegment[Block]) -> list[Any]:
 
 def _mixer_weights(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> dict[str, Array]:
     """Returns the weights of each cache in the order of its layers, segment after segment."""
-    found: dict[str, list[Array]] = {}
+    cache_weights: dict[str, list[Array]] = {}
     for s, segment in enumerate(segments):
         of_cache: dict[str, list[Array]] = {}
         for place, block in enumerate(segment.pattern):
@@ -134,8 +138,8 @@ def _mixer_weights(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> dict
                 of_cache.setdefault(block.mixer.cache_name, []).append(weights)
         for name, weights_of in of_cache.items():
             rows = jnp.stack(weights_of, axis=1).reshape(-1, weights_of[0].shape[-1])
-            found.setdefault(name, []).append(rows)
-    return {name: _joined(rows) for name, rows in found.items()}
+            cache_weights.setdefault(name, []).append(rows)
+    return {name: _joined(rows) for name, rows in cache_weights.items()}
 
 
 def _norms(stacks: Any, segments: Sequence[LayerSegment[Block]]) -> Array:

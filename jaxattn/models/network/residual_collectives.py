@@ -33,12 +33,12 @@ class StepTokens:
 
     Attributes:
         valid: Whether each token is not padding.
-        everyones: The same for all data groups, if their tokens are gathered at experts.
+        gathered_valid: The same for all data groups, if their tokens are gathered at experts.
         shares: This GPU's share of each kind of feed-forward.
     """
 
     valid: Array
-    everyones: Array
+    gathered_valid: Array
     shares: dict[Any, Any]
 
     @classmethod
@@ -62,9 +62,9 @@ class ResidualCollectives:
 
     spec: DecoderSpec
 
-    def total(self, y: Array, over: Dimension = "tensor") -> Array:
+    def total(self, y: Array, dimension: Dimension = "tensor") -> Array:
         """Returns the sum of the GPUs' parts of a layer's output."""
-        return all_reduce(y, self.spec.parallel, over, self.spec.stream.dtype)
+        return all_reduce(y, self.spec.parallel, dimension, self.spec.stream.dtype)
 
     def added_dtype(self, x: Array) -> DTypeLike:
         """Returns the dtype of addends to the stream: that of transfers, if all layers use them."""
@@ -95,35 +95,43 @@ class ResidualCollectives:
         x: Any,
         tokens: StepTokens,
         stacks: dict[str, Array],
-        following: Array,
+        next_repeat: Array,
         arena: Arena | None,
         implementation: Implementation | None,
         fused: bool = False,
-        apart: bool = False,
+        defer_sum: bool = False,
     ) -> tuple[Any, Arena | None]:
         """Runs a layer's feed-forward, and gathers all data groups' tokens if experts need it.
 
         Args:
             stacks: The weights of all repeats, which it reads in place.
-            following: The repeat after the layer's.
+            next_repeat: The repeat after the layer's.
             fused: Whether the tokens are gathered already, and the output is one GPU's part (see
                 `part`).
-            apart: Whether the output may be an `ExpertOutputs`.
+            defer_sum: Whether the output may be an `ExpertOutputs`.
         """
-        parallel, over = self.spec.parallel, block.feed_forward.summed_over
-        meets, valid = self.meets(block), tokens.valid
-        if meets:
+        parallel, dimension = self.spec.parallel, block.feed_forward.summed_over
+        gathers_tokens, valid = self.meets(block), tokens.valid
+        if gathers_tokens:
             x, valid = (
                 x if fused else all_gather_via_all_reduce(x, parallel, "data"),
-                tokens.everyones,
+                tokens.gathered_valid,
             )
         share = tokens.shares[block.feed_forward]
         y, arena = block.feed_forward.step(
-            module, x, valid, stacks, in_repeat(following), arena, implementation, apart, share
+            module,
+            x,
+            valid,
+            stacks,
+            in_repeat(next_repeat),
+            arena,
+            implementation,
+            defer_sum,
+            share,
         )
         if isinstance(y, ExpertOutputs):
             return y, arena
         if fused:
-            return (y if meets else self.part(y, fused)), arena
-        y = self.total(y, over)
-        return (local_shard(y, parallel, "data") if meets else y), arena
+            return (y if gathers_tokens else self.part(y, fused)), arena
+        y = self.total(y, dimension)
+        return (local_shard(y, parallel, "data") if gathers_tokens else y), arena

@@ -18,33 +18,33 @@ from jaxattn.parallel.hlo_all_reduces import SCOPE
 def add_then_norm(norm: RMSNorm) -> Callable:
     """Makes a function of a norm that adds first: (x, added, state) -> (sum, norm, state)."""
 
-    def add_norm(x: Array, added: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
-        x = x + array_of(added, x.shape)
+    def add_norm(x: Array, addend: Any, state: DecodeState) -> tuple[Array, Array, DecodeState]:
+        x = x + array_of(addend, x.shape)
         return x, norm(x), state
 
     return add_norm
 
 
 def add_alone(
-    x: Array, added: Any, state: DecodeState, dtype: DTypeLike
+    x: Array, addend: Any, state: DecodeState, dtype: DTypeLike
 ) -> tuple[Array, Array, DecodeState]:
     """Adds like `add_then_norm`, for a layer that reads the stream unnormed, in `dtype`."""
-    x = x + array_of(added, x.shape)
+    x = x + array_of(addend, x.shape)
     return x, x.astype(dtype), state
 
 
 def add_norm_in_stack(
-    x: Array, added: Any, state: DecodeState, **options: Any
+    x: Array, addend: Any, state: DecodeState, **options: Any
 ) -> tuple[Array, Array, DecodeState]:
     """Adds and norms like `add_then_norm`, by a norm in the stack of all layers' norms."""
-    return *add_rms_norm_layer(x, array_of(added, x.shape), **options), state
+    return *add_rms_norm_layer(x, array_of(addend, x.shape), **options), state
 
 
 def defer_norm(
-    x: Array, added: Any, state: DecodeState, *, weights: Array, **options: Any
+    x: Array, addend: Any, state: DecodeState, *, weights: Array, **options: Any
 ) -> tuple[Array, PendingNorm, DecodeState]:
     """Adds like `add_then_norm`, but leaves norm and sum to the next product; see `summed`."""
-    return x, PendingNorm(x, added, weights, **options), state
+    return x, PendingNorm(x, addend, weights, **options), state
 
 
 def summed(x: Array, normed: Array | PendingNorm) -> Array:

@@ -51,11 +51,11 @@ def shard_mla(mixer: MLA, stream: Stream, parallel: Parallel) -> ShardedLayer[ML
 def shard_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQA]:
     """Divides grouped-query attention by heads."""
     heads, kv_heads, dim = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    ways, kv_ways = parallel.tensor, parallel.size("heads")
-    if heads % ways:
-        raise refuse("attention heads", heads, "tensor", ways)
-    if not divides(kv_heads, kv_ways):
-        raise refuse("key-value heads", kv_heads, "tensor / context", kv_ways)
+    num_shards, num_kv_shards = parallel.tensor, parallel.size("heads")
+    if heads % num_shards:
+        raise refuse("attention heads", heads, "tensor", num_shards)
+    if not divides(kv_heads, num_kv_shards):
+        raise refuse("key-value heads", kv_heads, "tensor / context", num_kv_shards)
     if parallel.context > 1 and (mixer.window is not None or mixer.sinks):
         raise spread_refused(parallel, "sinks" if mixer.window is None else "a window")
     if parallel.context > 1 and mixer.coded is not None:
@@ -63,36 +63,36 @@ def shard_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQ
             f"context={parallel.context} spreads a row's pages over GPUs, which "
             f"{mixer.coded.preset} does not support; use context=1 or another cache_format"
         )
-    shared = -(-kv_heads // kv_ways)
+    shared = -(-kv_heads // num_kv_shards)
     if not divides(shared, parallel.context):
         raise refuse(
             "key-value heads of GPUs that share pages", shared, "context", parallel.context
         )
-    if heads // ways % shared:
+    if heads // num_shards % shared:
         raise ShardingError(
-            f"context={parallel.context} with tensor={ways} leaves a GPU {heads // ways} query "
-            f"heads, which is not a multiple of the {shared} key-value heads of the GPUs that "
-            "share its pages; use a smaller context"
+            f"context={parallel.context} with tensor={num_shards} leaves a GPU "
+            f"{heads // num_shards} query heads, which is not a multiple of the {shared} key-value "
+            "heads of the GPUs that share its pages; use a smaller context"
         )
     queries = (heads, dim * (2 if mixer.gated else 1))
-    of_queries = (AxisSharding(-1, "tensor", (queries,)),)
-    of_keys = (AxisSharding(-1, "heads", ((kv_heads, dim),)),)
+    query_sharding = (AxisSharding(-1, "tensor", (queries,)),)
+    key_sharding = (AxisSharding(-1, "heads", ((kv_heads, dim),)),)
     return ShardedLayer(
         dataclasses.replace(
             mixer,
-            num_heads=heads // ways,
+            num_heads=heads // num_shards,
             num_kv_heads=shared,
             parallel=parallel,
         ),
         {
-            "q_proj": of_queries,
-            "k_proj": of_keys,
-            "v_proj": of_keys,
-            "q_bias": of_queries,
-            "k_bias": of_keys,
-            "v_bias": of_keys,
-            "q_heads_norm": of_queries,
-            "k_heads_norm": of_keys,
+            "q_proj": query_sharding,
+            "k_proj": key_sharding,
+            "v_proj": key_sharding,
+            "q_bias": query_sharding,
+            "k_bias": key_sharding,
+            "v_bias": key_sharding,
+            "q_heads_norm": query_sharding,
+            "k_heads_norm": key_sharding,
             "kv_scale": (AxisSharding(-1, "heads", ((kv_heads, 1),)),),
             "sinks": (AxisSharding(-1, "tensor", ((heads, 1),)),),
             "o_proj": (AxisSharding(-2, "tensor", ((heads, dim),)),),
@@ -100,8 +100,8 @@ def shard_gqa(mixer: GQA, stream: Stream, parallel: Parallel) -> ShardedLayer[GQ
     )
 
 
-def spread_refused(parallel: Parallel, what: str) -> ShardingError:
+def spread_refused(parallel: Parallel, feature: str) -> ShardingError:
     return ShardingError(
-        f"context={parallel.context} spreads a row's pages over GPUs, which attention with {what} "
-        "does not support; use context=1"
+        f"context={parallel.context} spreads a row's pages over GPUs, which attention with "
+        f"{feature} does not support; use context=1"
     )

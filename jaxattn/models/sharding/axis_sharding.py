@@ -29,22 +29,22 @@ class AxisSharding:
 
     Attributes:
         axis: The axis, counted from the last (-1), because stacks have additional leading axes.
-        over: The dimension of the layout whose GPUs divide the axis.
+        dimension: The dimension of the layout whose GPUs divide the axis.
         heads: The axis as runs of (count, width): `count` heads of `width` elements each.
-        whole: Number of runs at the end that every GPU holds completely.
+        num_replicated: Number of runs at the end that every GPU holds completely.
     """
 
     axis: int
-    over: Dimension
+    dimension: Dimension
     heads: tuple[tuple[int, int], ...]
-    whole: int = 0
+    num_replicated: int = 0
 
     def ranges(self, part: int, parts: int) -> list[tuple[int, int]]:
         """Returns one GPU's (begin, end) ranges in order; padding lies past the end."""
         found, before = [], 0
         for number, (count, width) in enumerate(self.heads):
             first, own = 0, count
-            if number < len(self.heads) - self.whole:
+            if number < len(self.heads) - self.num_replicated:
                 first, own = own_heads(count, part, parts)
             found.append((before + first * width, before + (first + own) * width))
             before += count * width
@@ -52,7 +52,7 @@ class AxisSharding:
 
     def spec(self, dims: int, parallel: Parallel) -> dict[int, tuple[str, ...]]:
         """Returns the mesh axes of the sharded dimension, for a parameter of `dims` dimensions."""
-        return {dims + self.axis: parallel.axes(self.over)}
+        return {dims + self.axis: parallel.axes(self.dimension)}
 
 
 # The shardings of a parameter's axes; WHOLE if every GPU holds all of it.
@@ -85,7 +85,7 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
     """Returns GPU `gpu`'s share of a whole parameter, a NumPy or JAX array."""
     for cut in cuts:
         axis = x.ndim + cut.axis
-        ranges = cut.ranges(parallel.part(cut.over, gpu), parallel.size(cut.over))
+        ranges = cut.ranges(parallel.part(cut.dimension, gpu), parallel.size(cut.dimension))
         x = _ranges_of(x, axis, tuple(ranges))
     return x
 
@@ -93,7 +93,7 @@ def own(x: Any, cuts: Cuts, parallel: Parallel, gpu: int) -> Any:
 def joined(x: Any, cuts: Cuts, parallel: Parallel) -> Any:
     """Returns the shares of all GPUs, concatenated along each sharded axis."""
     for cut in cuts:
-        parts = parallel.size(cut.over)
+        parts = parallel.size(cut.dimension)
         ranges = [each for part in range(parts) for each in cut.ranges(part, parts)]
         merged = ranges[:1]
         for begin, end in ranges[1:]:
@@ -109,7 +109,7 @@ def compute_local_shape(shape: tuple[int, ...], cuts: Cuts, parallel: Parallel) 
     """Returns the shape of each GPU's share of a whole parameter; it is the same on every GPU."""
     sizes = list(shape)
     for cut in cuts:
-        ranges = cut.ranges(0, parallel.size(cut.over))
+        ranges = cut.ranges(0, parallel.size(cut.dimension))
         sizes[cut.axis] = sum(end - begin for begin, end in ranges)
     return tuple(sizes)
 
@@ -191,11 +191,13 @@ class ShardingError(ValueError):
     """A model does not support a layout; the message lists the supported ones."""
 
 
-def refuse(what: str, count: int, flag: str, given: int, most: int = 64) -> ShardingError:
+def refuse(unit: str, count: int, flag: str, num_parts: int, max_parts: int = 64) -> ShardingError:
     """Returns the error for heads or columns that this number of GPUs cannot divide."""
-    possible = ", ".join(str(n) for n in range(1, most + 1) if divides(count, n) and n <= count)
+    possible = ", ".join(
+        str(n) for n in range(1, max_parts + 1) if divides(count, n) and n <= count
+    )
     return ShardingError(
-        f"{flag}={given} does not divide the {count} {what}; possible values are {possible}"
+        f"{flag}={num_parts} does not divide the {count} {unit}; possible values are {possible}"
     )
 
 

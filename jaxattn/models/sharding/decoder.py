@@ -75,7 +75,7 @@ class ShardedDecoder(DecoderModel):
             vectors=tuple(each for _ in packed.vectors),
             weights=dict.fromkeys(packed.weights, each),
             norms=each,
-            beside=jax.tree.map(lambda _: each, packed.beside),
+            extra_weights=jax.tree.map(lambda _: each, packed.extra_weights),
         )
 
     def place_params(self, params: Any, group: DeviceGroup) -> Any:
@@ -153,9 +153,11 @@ def cuts_of(model: DecoderModel, parallel: Parallel, key: tuple[Any, ...]) -> Cu
                 return found
             form = four_bit_form(spec, key)
             if form is not None:
-                return tuple(of_tiles(cut, parallel.size(cut.over), path, form) for cut in found)
+                return tuple(
+                    of_tiles(cut, parallel.size(cut.dimension), path, form) for cut in found
+                )
             scales = names[-1] == "scale"
-            return tuple(of_fp8(cut, parallel.size(cut.over), path, scales) for cut in found)
+            return tuple(of_fp8(cut, parallel.size(cut.dimension), path, scales) for cut in found)
     return WHOLE
 
 

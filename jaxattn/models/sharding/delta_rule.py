@@ -21,24 +21,24 @@ from jaxattn.parallel import Parallel
 @shard_layer.register
 def shard_gdn(mixer: GDN, stream: Stream, parallel: Parallel) -> ShardedLayer[GDN]:
     """Divides a gated delta net by heads; a GPU's columns q | k | v | z are q | k | v | z again."""
-    ways = parallel.tensor
-    if mixer.num_v_heads % ways:
-        raise refuse("value heads", mixer.num_v_heads, "tensor", ways)
-    if not divides(mixer.num_k_heads, ways):
-        raise refuse("key heads", mixer.num_k_heads, "tensor", ways)
+    num_shards = parallel.tensor
+    if mixer.num_v_heads % num_shards:
+        raise refuse("value heads", mixer.num_v_heads, "tensor", num_shards)
+    if not divides(mixer.num_k_heads, num_shards):
+        raise refuse("key heads", mixer.num_k_heads, "tensor", num_shards)
     keys = (mixer.num_k_heads, mixer.head_k_dim)
     values = (mixer.num_v_heads, mixer.head_v_dim)
-    each = (mixer.num_v_heads, 1)
-    per_head = (AxisSharding(-1, "tensor", (each,)),)
+    head_values = (mixer.num_v_heads, 1)
+    per_head = (AxisSharding(-1, "tensor", (head_values,)),)
     return ShardedLayer(
         dataclasses.replace(
             mixer,
-            num_k_heads=-(-mixer.num_k_heads // ways),
-            num_v_heads=mixer.num_v_heads // ways,
+            num_k_heads=-(-mixer.num_k_heads // num_shards),
+            num_v_heads=mixer.num_v_heads // num_shards,
         ),
         {
             "in_proj_qkvz": (AxisSharding(-1, "tensor", (keys, keys, values, values)),),
-            "in_proj_ba": (AxisSharding(-1, "tensor", (each, each)),),
+            "in_proj_ba": (AxisSharding(-1, "tensor", (head_values, head_values)),),
             "conv1d": (AxisSharding(-2, "tensor", (keys, keys, values)),),
             "A_log": per_head,
             "dt_bias": per_head,
@@ -53,19 +53,21 @@ def shard_kda(mixer: KDA, stream: Stream, parallel: Parallel) -> ShardedLayer[KD
     ways, heads = parallel.tensor, mixer.num_heads
     if heads % ways:
         raise refuse("heads", heads, "tensor", ways)
-    wide, each = (heads, mixer.head_dim), (heads, 1)
-    columns = (AxisSharding(-1, "tensor", (wide,)),)
+    head_columns, head_values = (heads, mixer.head_dim), (heads, 1)
+    columns = (AxisSharding(-1, "tensor", (head_columns,)),)
     return ShardedLayer(
         dataclasses.replace(mixer, num_heads=heads // ways),
         {
-            "in_proj_qkv": (AxisSharding(-1, "tensor", (wide, wide, wide)),),
-            "in_proj_b": (AxisSharding(-1, "tensor", (each,)),),
-            "in_proj_fg": (AxisSharding(-1, "tensor", (wide, wide)),),
+            "in_proj_qkv": (
+                AxisSharding(-1, "tensor", (head_columns, head_columns, head_columns)),
+            ),
+            "in_proj_b": (AxisSharding(-1, "tensor", (head_values,)),),
+            "in_proj_fg": (AxisSharding(-1, "tensor", (head_columns, head_columns)),),
             "f_b_proj": columns,
             "g_b_proj": columns,
-            "conv1d": (AxisSharding(-2, "tensor", (wide, wide, wide)),),
-            "A_log": (AxisSharding(-1, "tensor", (each,)),),
+            "conv1d": (AxisSharding(-2, "tensor", (head_columns, head_columns, head_columns)),),
+            "A_log": (AxisSharding(-1, "tensor", (head_values,)),),
             "dt_bias": columns,
-            "out_proj": (AxisSharding(-2, "tensor", (wide,)),),
+            "out_proj": (AxisSharding(-2, "tensor", (head_columns,)),),
         },
     )

@@ -36,7 +36,7 @@ def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[Mo
     """Divides a mixture of experts; the router is whole on every GPU, so that all choose alike."""
     experts, size = layer.router.experts, layer.expert_size
     groups, columns = parallel.size("expert"), parallel.size("columns")
-    all_of_them = parallel.size("experts")
+    num_expert_gpus = parallel.size("experts")
     if experts % groups:
         raise refuse("experts", experts, "expert", groups)
     if size % columns:
@@ -53,9 +53,9 @@ def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[Mo
         raise ShardingError(
             f"{size} columns of a 4-bit expert over {columns} GPUs are {size // columns} each, "
             f"which do not divide into tiles of {ROWS} rows and {form.columns} columns; use "
-            f"expert={all_of_them}, which divides no expert, or experts='bfloat16'"
+            f"expert={num_expert_gpus}, which divides no expert, or experts='bfloat16'"
         )
-    shared = columns if layer.always else all_of_them
+    shared = columns if layer.always else num_expert_gpus
     if layer.shared_size % shared:
         raise refuse("columns of the shared experts", layer.shared_size, "tensor", shared)
     local = dataclasses.replace(
@@ -66,11 +66,11 @@ def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[Mo
     )
     # The routed experts by number, followed by the shared ones.
     runs = ((experts, 1), (layer.always, 1)) if layer.always else ((experts, 1),)
-    whole = 1 if layer.always else 0
+    num_replicated = 1 if layer.always else 0
 
     def of_experts(axis: int, columns_axis: int, runs_of_columns: tuple) -> Cuts:
         return (
-            AxisSharding(axis, "expert", runs, whole),
+            AxisSharding(axis, "expert", runs, num_replicated),
             AxisSharding(columns_axis, "columns", runs_of_columns),
         )
 
@@ -79,7 +79,7 @@ def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[Mo
         "gate_up_proj": of_experts(-3, -2, ((size, 1), (size, 1))),
         "down_proj": of_experts(-3, -1, ((size, 1),)),
         "gate_up_bias": of_experts(-2, -1, ((size, 1), (size, 1))),
-        "down_bias": (AxisSharding(-2, "expert", runs, whole),),
+        "down_bias": (AxisSharding(-2, "expert", runs, num_replicated),),
         "gate_up_scale": of_experts(-4, -2, ((blocks, 1),)),
         "down_scale": of_experts(-3, -1, ((blocks, 1),)),
     }
@@ -93,6 +93,9 @@ def shard_moe(layer: MoE, stream: Stream, parallel: Parallel) -> ShardedLayer[Mo
     return ShardedLayer(local, cuts)
 
 
-def _cuts_of_mlp(size: int, over: Dimension) -> dict[str, Cuts]:
-    columns, rows = (AxisSharding(-1, over, ((size, 1),)),), (AxisSharding(-2, over, ((size, 1),)),)
+def _cuts_of_mlp(size: int, dimension: Dimension) -> dict[str, Cuts]:
+    columns, rows = (
+        (AxisSharding(-1, dimension, ((size, 1),)),),
+        (AxisSharding(-2, dimension, ((size, 1),)),),
+    )
     return {"gate_proj": columns, "up_proj": columns, "down_proj": rows}

@@ -46,9 +46,9 @@ class EncodedTensor:
         dtypes: Allowed dtypes.
         rows: Number of the weight's rows in one of its rows, or of columns if the encoding is
             `by_columns`. 0 means that the tensor is not loaded, and must contain `numbers` or
-            `each_of`.
+            `allowed_values`.
         numbers: Required contents of a tensor that is not loaded.
-        each_of: Allowed values of each of its numbers.
+        allowed_values: Allowed values of each of its numbers.
     """
 
     name: str
@@ -56,7 +56,7 @@ class EncodedTensor:
     dtypes: tuple[str, ...]
     rows: int = 1
     numbers: tuple[int, ...] = ()
-    each_of: tuple[int, ...] = ()
+    allowed_values: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,37 +274,37 @@ class FourBitEncoding(WeightEncoding):
     """Numbers of 4 bits that stay 4 bits, in tiles with scales (`core.numerics.four_bit_tiles`).
 
     Attributes:
-        of: Format in which the folder stores the numbers.
+        encoding: Format in which the folder stores the numbers.
         interleaved: Number of matrices whose rows MXFP4 experts interleave; the tiles of one matrix
             come before those of the next. 0 means one matrix.
     """
 
-    of: CodeEncoding
+    encoding: CodeEncoding
     form: FourBitFormat
     interleaved: int = 0
 
     @property
     def by_columns(self) -> bool:
-        return self.of.by_columns
+        return self.encoding.by_columns
 
     @property
     def rows_together(self) -> int:
         if self.by_columns:
             return self.form.columns
-        return 1 if isinstance(self.of, Mxfp4Encoding) else four_bit_tiles.ROWS
+        return 1 if isinstance(self.encoding, Mxfp4Encoding) else four_bit_tiles.ROWS
 
     @property
     def column_step(self) -> int:
         return self.form.columns
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        numbers, scales, *rest = self.of.parts(name, shape)
+        numbers, scales, *rest = self.encoding.parts(name, shape)
         if self.form.scale != "e8m0":
             scales = dataclasses.replace(scales, dtypes=(self.form.scale,))
         return numbers, scales, *rest
 
     def decode(self, parts: Sequence[Array]) -> Array:
-        codes, scales, zeros = self.of.codes(parts)
+        codes, scales, zeros = self.encoding.codes(parts)
         if self.interleaved:
             codes, scales = (
                 jnp.swapaxes(x.reshape(*x.shape[:2], -1, self.interleaved, x.shape[-1]), 2, 3)

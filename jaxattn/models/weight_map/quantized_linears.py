@@ -36,24 +36,24 @@ from jaxattn.models.weight_map.transforms import (
 from jaxattn.nn.four_bit_linear import FourBitLinears
 
 
-def with_fp8_linears(model: DecoderModel, without: Collection[str] = ()) -> DecoderModel:
-    """Returns the model with FP8 linears wherever possible, except those named in `without`."""
+def with_fp8_linears(model: DecoderModel, excluded: Collection[str] = ()) -> DecoderModel:
+    """Returns the model with FP8 linears wherever possible, except those named in `excluded`."""
     stream = model.spec.stream
 
     def changed(layer: Any) -> Any:
         matrices = layer.matrices(stream).items()
-        names = (name for name, matrix in matrices if matrix.fits_fp8 and name not in without)
+        names = (name for name, matrix in matrices if matrix.fits_fp8 and name not in excluded)
         return dataclasses.replace(layer, fp8=tuple(names))
 
     return _with_layers(model, changed)
 
 
 def with_four_bit_linears(
-    model: DecoderModel, form: FourBitFormat, without: Collection[str] = ()
+    model: DecoderModel, form: FourBitFormat, excluded: Collection[str] = ()
 ) -> DecoderModel:
     """Returns the model with 4-bit linears of attention and MLPs wherever possible.
 
-    Linears named in `without` are excluded.
+    Linears named in `excluded` are excluded.
     """
     stream = model.spec.stream
 
@@ -62,33 +62,33 @@ def with_four_bit_linears(
             return layer
         matrices = layer.matrices(stream).items()
         names = (name for name, matrix in matrices if matrix.fits_four_bits(form))
-        kept = tuple(name for name in names if name not in without)
+        kept = tuple(name for name in names if name not in excluded)
         return dataclasses.replace(layer, fp8=FourBitLinears(kept, form) if kept else ())
 
     return _with_layers(model, changed)
 
 
 def not_four_bits(
-    model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
+    model: DecoderModel, mappings: Iterable[WeightMapping], floats: Callable[[str], bool]
 ) -> set[str]:
     """Returns the 4-bit linears that cannot stay so: reordered parts, or floats.
 
     Args:
-        placed: The mapping of a family.
+        mappings: The mapping of a family.
         floats: Whether the weight of a name is not INT4.
     """
     found = set()
-    for each in placed:
+    for each in mappings:
         if four_bit_form(model.spec, each.key) is not None:
-            whole = isinstance(each.change, Transpose) and each.change.first % ROWS == 0
+            whole = isinstance(each.transform, Transpose) and each.transform.first % ROWS == 0
             if not whole or floats(each.name):
                 found.add(str(linear_of(model.spec, each.key)))
     return found
 
 
-def _with_layers(model: DecoderModel, changed: Callable[[Any], Any]) -> DecoderModel:
+def _with_layers(model: DecoderModel, convert: Callable[[Any], Any]) -> DecoderModel:
     def block(each: Block) -> Block:
-        mixer, feed_forward = changed(each.mixer), changed(each.feed_forward)
+        mixer, feed_forward = convert(each.mixer), convert(each.feed_forward)
         return dataclasses.replace(each, mixer=mixer, feed_forward=feed_forward)
 
     found = {each: block(each) for each in dict.fromkeys(model.spec.blocks)}
@@ -120,17 +120,17 @@ def _quantized(spec: DecoderSpec, key: Key) -> tuple[str, tuple[str, ...] | Four
 
 
 def in_floats(
-    spec: DecoderSpec, placed: Iterable[WeightMapping], dtypes: Mapping[str, str]
+    spec: DecoderSpec, mappings: Iterable[WeightMapping], dtypes: Mapping[str, str]
 ) -> set[str]:
     """Returns the FP8 linears for which a folder stores a weight in floats.
 
     Args:
-        placed: The mapping from `kept`.
+        mappings: The mapping from `kept`.
         dtypes: Dtypes of the folder's tensors, by name.
     """
     return {
         str(linear_of(spec, each.key))
-        for each in placed
+        for each in mappings
         if each.key[-1] == "weight"
         and linear_of(spec, each.key) is not None
         and not dtypes.get(each.name, "float8").startswith("float8")
@@ -138,15 +138,15 @@ def in_floats(
 
 
 def listed(
-    spec: DecoderSpec, placed: Iterable[WeightMapping], modules: Collection[str]
+    spec: DecoderSpec, mappings: Iterable[WeightMapping], modules: Collection[str]
 ) -> set[str]:
     """Returns the FP8 or 4-bit linears that a list of modules names.
 
     Args:
-        placed: The mapping of a family.
+        mappings: The mapping of a family.
         modules: As for `is_listed`.
     """
-    found = ((linear_of(spec, each.key), each.name) for each in placed)
+    found = ((linear_of(spec, each.key), each.name) for each in mappings)
     return {name for name, tensor in found if name and is_listed(tensor, modules)}
 
 
@@ -172,36 +172,36 @@ def _of_layer(name: str) -> str:
     return f".{name[max(begin, 0) :].strip('.')}."
 
 
-def kept(spec: DecoderSpec, placed: Iterable[WeightMapping]) -> Iterator[WeightMapping]:
+def kept(spec: DecoderSpec, mappings: Iterable[WeightMapping]) -> Iterator[WeightMapping]:
     """Yields a checkpoint's tensors; for an FP8 linear, its numbers and its scales."""
-    for each in placed:
+    for each in mappings:
         if linear_of(spec, each.key) is None:
             yield each
             continue
         form = four_bit_form(spec, each.key)
         if form is not None:
-            assert isinstance(each.change, Transpose)
+            assert isinstance(each.transform, Transpose)
             tiles = FourBitEncoding(Int4GroupEncoding(form.group), form)
-            change = WriteTiles(None, each.change.first)
-            yield dataclasses.replace(each, change=change, stored=tiles)
+            change = WriteTiles(None, each.transform.first)
+            yield dataclasses.replace(each, transform=change, stored=tiles)
             continue
-        rows = PairColumns(_rows(each.change, 1))
-        yield dataclasses.replace(each, change=rows, stored=Fp8NumberEncoding())
+        rows = PairColumns(_rows(each.transform, 1))
+        yield dataclasses.replace(each, transform=rows, stored=Fp8NumberEncoding())
         yield dataclasses.replace(
             each,
             name=f"{each.name}_scale_inv",
             shape=block_counts(*each.shape),
             key=(*each.key[:-1], "scale"),
-            change=_rows(each.change, BLOCK),
+            transform=_rows(each.transform, BLOCK),
             stored=ScaleEncoding(),
         )
 
 
-def _rows(change: WeightTransform, block: int) -> WeightTransform:
+def _rows(transform: WeightTransform, block: int) -> WeightTransform:
     """Returns the transform for an untransposed tensor with one row per `block` rows."""
-    match change:
+    match transform:
         case Transpose(first):
             return WriteRowsAt(first // block)
         case SplitGroupColumns(group, begin, size, first):
             return SplitGroupRows(group // block, begin // block, size // block, first // block)
-    raise ValueError(f"no FP8 linear supports {change}")
+    raise ValueError(f"no FP8 linear supports {transform}")

@@ -46,7 +46,7 @@ class WeightMapping:
     shape: tuple[int, ...]
     key: Key
     index: tuple[int, ...] = ()
-    change: WeightTransform = Identity()
+    transform: WeightTransform = Identity()
     stored: WeightEncoding | None = None
 
 
@@ -79,9 +79,9 @@ class LayerMapping:
         return self._of(f"{name}.weight", (out, inner), path, Transpose())
 
     def vector(
-        self, name: str, size: int, *path: str, change: WeightTransform = IDENTITY
+        self, name: str, size: int, *path: str, transform: WeightTransform = IDENTITY
     ) -> WeightMapping:
-        return self._of(f"{name}.weight", (size,), (*path, "weight"), change)
+        return self._of(f"{name}.weight", (size,), (*path, "weight"), transform)
 
     def taps(
         self, name: str, channels: int, taps: int, *path: str, first: int = 0
@@ -96,14 +96,14 @@ class LayerMapping:
         out: int,
         inner: int,
         *path: str,
-        below: int = 0,
+        first_row: int = 0,
         stored: WeightEncoding | None = None,
     ) -> WeightMapping:
-        """Maps a linear of one expert to the rows from `below` on of [E, rows, in] in the stack."""
+        """Maps an expert's linear to the rows from `first_row` on of the stack [E, rows, in]."""
         index = (self.repeat, expert)
         key = (*self.key, *path)
         tensor = f"{self.prefix}.{name}.weight"
-        return WeightMapping(tensor, (out, inner), key, index, WriteRowsAt(below), stored)
+        return WeightMapping(tensor, (out, inner), key, index, WriteRowsAt(first_row), stored)
 
     def expert_tiles(
         self,
@@ -139,28 +139,28 @@ class LayerMapping:
         name: str,
         out: int,
         inner: int,
-        change: WeightTransform,
+        transform: WeightTransform,
         *path: str,
         stored: WeightEncoding | None,
     ) -> WeightMapping:
         """Maps a linear of the shared experts, which are part of the stack."""
         tensor, key = f"{self.prefix}.{name}.weight", (*self.key, *path)
-        return WeightMapping(tensor, (out, inner), key, (self.repeat,), change, stored)
+        return WeightMapping(tensor, (out, inner), key, (self.repeat,), transform, stored)
 
     def shared_scale(
-        self, name: str, out: int, inner: int, change: WeightTransform, *path: str
+        self, name: str, out: int, inner: int, transform: WeightTransform, *path: str
     ) -> WeightMapping:
         """Maps the scales of such a linear in FP8."""
         tensor, key = f"{self.prefix}.{name}.weight_scale_inv", (*self.key, *path)
         return WeightMapping(
-            tensor, block_counts(out, inner), key, (self.repeat,), change, ScaleEncoding()
+            tensor, block_counts(out, inner), key, (self.repeat,), transform, ScaleEncoding()
         )
 
     def plain(
-        self, name: str, shape: tuple[int, ...], *path: str, change: WeightTransform = IDENTITY
+        self, name: str, shape: tuple[int, ...], *path: str, transform: WeightTransform = IDENTITY
     ) -> WeightMapping:
-        """Maps a tensor with the full name `name`, unchanged unless `change` is given."""
-        return self._of(name, shape, path, change)
+        """Maps a tensor with the full name `name`, unchanged unless `transform` is given."""
+        return self._of(name, shape, path, transform)
 
     def flat(self, name: str, shape: tuple[int, ...], *path: str) -> WeightMapping:
         """Maps a tensor [1, ...] with the full name `name` to a vector."""
@@ -174,10 +174,10 @@ class LayerMapping:
         ]
 
     def _of(
-        self, name: str, shape: tuple[int, ...], path: Key, change: WeightTransform
+        self, name: str, shape: tuple[int, ...], path: Key, transform: WeightTransform
     ) -> WeightMapping:
         return WeightMapping(
-            f"{self.prefix}.{name}", shape, (*self.key, *path), (self.repeat,), change
+            f"{self.prefix}.{name}", shape, (*self.key, *path), (self.repeat,), transform
         )
 
 
@@ -205,9 +205,9 @@ def ends(
     vocab, hidden = spec.vocab_size, spec.stream.hidden_size
     found = [
         WeightMapping(f"model.{embedding}.weight", (vocab, hidden), ("embedding",)),
-        WeightMapping("model.norm.weight", (hidden,), ("norm", "weight"), change=norm),
+        WeightMapping("model.norm.weight", (hidden,), ("norm", "weight"), transform=norm),
     ]
     if not spec.tie_embeddings:
         key = ("lm_head", "weight")
-        found.append(WeightMapping("lm_head.weight", (vocab, hidden), key, change=Transpose()))
+        found.append(WeightMapping("lm_head.weight", (vocab, hidden), key, transform=Transpose()))
     return found

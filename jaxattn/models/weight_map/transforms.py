@@ -242,21 +242,21 @@ class SplitGroupColumns(SplitGroupRows):
 class PairColumns(WeightTransform):
     """Applies another transform to FP8 numbers, then arranges their columns in pairs."""
 
-    of: WeightTransform
+    transform: WeightTransform
 
     @property
     def anywhere(self) -> WeightTransform:
-        return PairColumns(self.of.anywhere)
+        return PairColumns(self.transform.anywhere)
 
     @property
     def rows_together(self) -> int:
-        return self.of.rows_together
+        return self.transform.rows_together
 
     def block(self, rows: Array) -> Array:
-        return interleave_columns(self.of.block(rows))
+        return interleave_columns(self.transform.block(rows))
 
     def start(self, row: int, dims: int) -> tuple[int, ...]:
-        return self.of.start(row, dims)
+        return self.transform.start(row, dims)
 
 
 @dataclasses.dataclass(frozen=True)

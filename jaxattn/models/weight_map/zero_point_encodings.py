@@ -100,7 +100,7 @@ class GptqEncoding(ZeroPointEncoding):
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
         (*found, zeros), inner = super().parts(name, shape), shape[1]
         if not self.zeros:
-            zeros = dataclasses.replace(zeros, rows=0, each_of=SYMMETRIC)
+            zeros = dataclasses.replace(zeros, rows=0, allowed_values=SYMMETRIC)
         groups = EncodedTensor(
             f"{name.removesuffix('weight')}g_idx",
             (inner,),

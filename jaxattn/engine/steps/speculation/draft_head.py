@@ -33,30 +33,30 @@ def guess(
     params: Any,
     state: DecodeState,
     rows: DeviceBatch,
-    places: Int[Array, "b"],
+    row_indices: Int[Array, "b"],
     drafts: int,
     checkpoints: int,
     **options: Any,
 ) -> tuple[DraftTokens, DecodeState]:
-    """Guesses `drafts` tokens for each row at `places`, and caches the pairs that waited.
+    """Guesses `drafts` tokens for each row at `row_indices`, and caches the pairs that waited.
 
     Args:
         checkpoints: The number of slots between the rows' slots and the spare ones.
     """
-    found = read(rows, places)
-    logits, hidden, state, there = _read_pairs(model, params, state, rows, found, **options)
+    view = read(rows, row_indices)
+    logits, hidden, state, has_pair = _read_pairs(model, params, state, rows, view, **options)
     guessed = [jnp.argmax(logits, axis=-1).astype(jnp.int32)]
     for behind in range(1, drafts):
         batch = DecodeBatch(
             tokens=guessed[-1][:, None],
-            seq_lens=jnp.where(there, found.cursor.length + behind, 0),
-            block_tables=_tables(rows, found),
-            state_indices=jnp.where(there, found.integer("slot"), -1),
+            seq_lens=jnp.where(has_pair, view.cursor.length + behind, 0),
+            block_tables=_tables(rows, view),
+            state_indices=jnp.where(has_pair, view.integer("slot"), -1),
         )
-        only = jnp.zeros_like(found.at)
+        only = jnp.zeros_like(view.indices)
         logits, hidden, state = model.draft(params, state, batch, hidden[:, None], only, **options)
         guessed.append(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-    made = DraftTokens.of(rows, found, jnp.stack(guessed, axis=1), there, checkpoints)
+    made = DraftTokens.of(rows, view, jnp.stack(guessed, axis=1), has_pair, checkpoints)
     return made, state
 
 
@@ -74,31 +74,31 @@ def read_pairs(
 
 
 def _read_pairs(
-    model: Model, params: Any, state: DecodeState, rows: DeviceBatch, found: RowView, **options: Any
+    model: Model, params: Any, state: DecodeState, rows: DeviceBatch, view: RowView, **options: Any
 ) -> tuple[Array, Array, DecodeState, Array]:
     """Returns `Model.draft` for the last waiting pair of each row, and which rows have any."""
     kept = state.caches[DRAFT]
-    hidden = kept[DRAFT_HIDDEN].at[found.at].get(mode="fill", fill_value=0)
-    pairs = kept[DRAFT_PAIRS].at[found.at].get(mode="fill", fill_value=0)
-    there = (found.cursor.active > 0) & (pairs > 0)
-    first = found.cursor.length - pairs  # position of the first token of the first pair
+    hidden = kept[DRAFT_HIDDEN].at[view.indices].get(mode="fill", fill_value=0)
+    pairs = kept[DRAFT_PAIRS].at[view.indices].get(mode="fill", fill_value=0)
+    has_pair = (view.cursor.active > 0) & (pairs > 0)
+    first = view.cursor.length - pairs  # position of the first token of the first pair
     most = hidden.shape[1]
     # The second tokens of the pairs. After the last pair they are arbitrary, and the next pairs
     # overwrite them in the cache.
     at = first[:, None] + 1 + jnp.arange(most)
-    tokens = rows.history.at[found.at[:, None], at].get(mode="fill", fill_value=0)
+    tokens = rows.history.at[view.indices[:, None], at].get(mode="fill", fill_value=0)
     batch = DecodeBatch(
-        tokens=jnp.where(there[:, None], tokens, 0),
-        seq_lens=jnp.where(there, first + most, 0),
-        block_tables=_tables(rows, found),
-        state_indices=jnp.where(there, found.integer("slot"), -1),
+        tokens=jnp.where(has_pair[:, None], tokens, 0),
+        seq_lens=jnp.where(has_pair, first + most, 0),
+        block_tables=_tables(rows, view),
+        state_indices=jnp.where(has_pair, view.integer("slot"), -1),
     )
     last = jnp.maximum(pairs - 1, 0)
-    return *model.draft(params, state, batch, hidden, last, **options), there
+    return *model.draft(params, state, batch, hidden, last, **options), has_pair
 
 
-def _tables(rows: DeviceBatch, found: RowView) -> Int[Array, "b M"]:
-    return rows.tables.at[found.at].get(mode="fill", fill_value=0)
+def _tables(rows: DeviceBatch, view: RowView) -> Int[Array, "b M"]:
+    return rows.tables.at[view.indices].get(mode="fill", fill_value=0)
 
 
 @jax.named_scope("draft")
@@ -107,20 +107,20 @@ def read_prompts(
     params: Any,
     state: DecodeState,
     prompts: PrefillBatch,
-    following: Int[Array, "B"],
+    next_tokens: Int[Array, "B"],
     hidden: Float[Array, "N hidden"],
     **options: Any,
 ) -> DecodeState:
     """Returns the state after the head has cached the pairs of a step's prompts.
 
     Args:
-        following: int32 [B], the token after each row's piece; -1 if the step ends the prompt,
+        next_tokens: int32 [B], the token after each row's piece; -1 if the step ends the prompt,
             whose last pair then waits.
         hidden: The output head's input for each token.
     """
     tokens = jnp.roll(prompts.tokens.reshape(-1), -1)
     at = jnp.where(prompts.query_lens > 0, prompts.layout.last, tokens.size)
-    tokens = tokens.at[at].set(jnp.maximum(following, 0), mode="drop")
+    tokens = tokens.at[at].set(jnp.maximum(next_tokens, 0), mode="drop")
     pairs = dataclasses.replace(prompts, tokens=tokens.reshape(prompts.tokens.shape))
     return model.draft_prompts(params, state, pairs, hidden, **options)
 

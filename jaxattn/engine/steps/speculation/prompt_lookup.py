@@ -23,7 +23,7 @@ def draft(rows: DeviceBatch, places: Int[Array, "b"], drafts: int, checkpoints: 
     """
     found = read(rows, places)
     last = found.cursor.length  # position of the last token
-    history = rows.history.at[found.at].get(mode="fill", fill_value=0)
+    history = rows.history.at[found.indices].get(mode="fill", fill_value=0)
     column = jnp.arange(history.shape[1])
     same, equal = jnp.ones(history.shape, bool), jnp.zeros(history.shape, jnp.int32)
     for back in range(MOST):

@@ -40,71 +40,71 @@ class DraftTokens(NamedTuple):
     """The rows of a step and their drafts.
 
     Attributes:
-        read: The rows.
+        view: The rows.
         tokens: int32 [b, S], each row's last token and the draft after it.
-        found: bool [b], whether the row has a draft.
+        has_draft: bool [b], whether the row has a draft.
         slots: int32 [b, S], the slots for the states after each token; -1 for padding.
     """
 
-    read: RowView
+    view: RowView
     tokens: Int[Array, "b S"]
-    found: Bool[Array, "b"]
+    has_draft: Bool[Array, "b"]
     slots: Int[Array, "b S"]
 
     @property
     def active(self) -> Bool[Array, "b"]:
-        return self.read.cursor.active > 0
+        return self.view.cursor.active > 0
 
     @classmethod
     def of(
         cls,
         rows: DeviceBatch,
-        found: RowView,
+        view: RowView,
         guessed: Int[Array, "b n"],
-        there: Bool[Array, "b"],
+        has_guess: Bool[Array, "b"],
         checkpoints: int,
     ) -> Self:
-        """Combines rows with guesses. Rows that are not `there` or have penalties get no draft.
+        """Combines rows with guesses. Rows without `has_guess` or with penalties get no draft.
 
         Args:
             checkpoints: The number of slots between the rows' slots and the spare ones.
         """
-        tokens = jnp.concatenate([found.cursor.token[:, None], guessed], axis=1)
-        active = found.cursor.active > 0
-        slots = _slots(found, len(rows.cursor), guessed.shape[1], checkpoints)
+        tokens = jnp.concatenate([view.cursor.token[:, None], guessed], axis=1)
+        active = view.cursor.active > 0
+        slots = _slots(view, len(rows.cursor), guessed.shape[1], checkpoints)
         slots = jnp.where(active[:, None], slots, -1)
-        return cls(found, tokens, active & there & ~_penalized(found), slots)
+        return cls(view, tokens, active & has_guess & ~_penalized(view), slots)
 
 
-def _penalized(found: RowView) -> Bool[Array, "b"]:
+def _penalized(view: RowView) -> Bool[Array, "b"]:
     """Returns which rows have penalties, for which each draft token would have to be counted."""
-    repeats = found.number("repetition_penalty") != 1
-    taken = (found.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
+    repeats = view.number("repetition_penalty") != 1
+    taken = (view.number(name) != 0 for name in ("presence_penalty", "frequency_penalty"))
     return functools.reduce(operator.or_, taken, repeats)
 
 
-def _slots(found: RowView, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
+def _slots(view: RowView, batch: int, drafts: int, checkpoints: int) -> Int[Array, "b S"]:
     """Returns each row's own slot and its spare ones. The current states may be in any of them."""
-    now, spare = found.integer("slot"), batch + checkpoints
+    now, spare = view.integer("slot"), batch + checkpoints
     first = jnp.where(now < batch, now, (now - spare) % batch)[:, None]
     return jnp.concatenate([first, spare + first + batch * jnp.arange(drafts)], axis=1)
 
 
-def draft_batch(rows: DeviceBatch, made: DraftTokens, *, recurrent: bool) -> DecodeBatch:
+def draft_batch(rows: DeviceBatch, draft: DraftTokens, *, recurrent: bool) -> DecodeBatch:
     """Returns the batch that the model decodes."""
-    active, tokens = made.active, made.tokens
+    active, tokens = draft.active, draft.tokens
     return DecodeBatch(
         tokens=jnp.where(active[:, None], tokens, 0),
-        seq_lens=jnp.where(active, made.read.cursor.length + tokens.shape[1], 0),
-        block_tables=rows.tables.at[made.read.at].get(mode="fill", fill_value=0),
-        state_indices=jnp.where(active, made.read.integer("slot"), -1),
-        write_indices=made.slots if recurrent else None,
+        seq_lens=jnp.where(active, draft.view.cursor.length + tokens.shape[1], 0),
+        block_tables=rows.tables.at[draft.view.indices].get(mode="fill", fill_value=0),
+        state_indices=jnp.where(active, draft.view.integer("slot"), -1),
+        write_indices=draft.slots if recurrent else None,
     )
 
 
 @jax.named_scope("verify")
 def verify(
-    rows: DeviceBatch, logits: Float[Array, "b S vocab"], made: DraftTokens, level: SamplingMode
+    rows: DeviceBatch, logits: Float[Array, "b S vocab"], draft: DraftTokens, level: SamplingMode
 ) -> tuple[DeviceBatch, Int[Array, "b S 2"]]:
     """Samples after each token, and accepts the correct part of the draft and one more token.
 
@@ -115,33 +115,33 @@ def verify(
         (the rows; int32 [b, S, 2]: the tokens, each with a `FinishCode`, which is IDLE for tokens
         that are not accepted).
     """
-    found, active = made.read, made.active
-    count, width = made.tokens.shape
-    position = found.cursor.length[:, None] + 1 + jnp.arange(width)
-    every = jax.tree.map(lambda x: jnp.repeat(x, width), found.sampling)
+    view, active = draft.view, draft.active
+    count, width = draft.tokens.shape
+    position = view.cursor.length[:, None] + 1 + jnp.arange(width)
+    every = jax.tree.map(lambda x: jnp.repeat(x, width), view.sampling)
     assert isinstance(every, SamplingBatch)
     if level >= SamplingMode.CONTROLS:
-        logits = logits.at[:, 0].set(with_penalties(rows, found, logits[:, 0], position[:, 0]))
-        add = functools.partial(with_biases, rows, found)
+        logits = logits.at[:, 0].set(with_penalties(rows, view, logits[:, 0], position[:, 0]))
+        add = functools.partial(with_biases, rows, view)
         logits = jax.vmap(add, in_axes=1, out_axes=1)(logits)
     flat = logits.reshape(count * width, -1)
     tokens = sample(flat, every, position.reshape(-1), level).reshape(count, width)
-    end = ending(found, tokens, position)
+    end = ending(view, tokens, position)
 
-    right = (tokens[:, :-1] == made.tokens[:, 1:]) & (end[:, :-1] == FinishCode.NONE)
-    right = lax.cumprod((right & made.found[:, None]).astype(jnp.int32), axis=1)
-    counts = jnp.concatenate([jnp.ones_like(right[:, :1]), right], axis=1) > 0
-    counts &= active[:, None]
-    end = jnp.where(counts, end, FinishCode.IDLE)
+    right = (tokens[:, :-1] == draft.tokens[:, 1:]) & (end[:, :-1] == FinishCode.NONE)
+    right = lax.cumprod((right & draft.has_draft[:, None]).astype(jnp.int32), axis=1)
+    is_accepted = jnp.concatenate([jnp.ones_like(right[:, :1]), right], axis=1) > 0
+    is_accepted &= active[:, None]
+    end = jnp.where(is_accepted, end, FinishCode.IDLE)
 
-    of_last = jnp.maximum(counts.sum(1) - 1, 0)[:, None]
+    of_last = jnp.maximum(is_accepted.sum(1) - 1, 0)[:, None]
     newest, ended, slot, stands = (
-        jnp.take_along_axis(x, of_last, axis=1)[:, 0] for x in (tokens, end, made.slots, position)
+        jnp.take_along_axis(x, of_last, axis=1)[:, 0] for x in (tokens, end, draft.slots, position)
     )
-    at = jnp.where(active, found.at, len(rows.cursor))
+    at = jnp.where(active, view.indices, len(rows.cursor))
     cursor = jnp.stack([newest, stands, (ended == FinishCode.NONE).astype(jnp.int32)], axis=1)
     column = INTEGERS.index("slot")
-    told_at = jnp.where(counts, position, rows.history.shape[1])
+    told_at = jnp.where(is_accepted, position, rows.history.shape[1])
     rows = dataclasses.replace(
         rows,
         cursor=rows.cursor.at[at].set(cursor, mode="drop"),

@@ -77,18 +77,18 @@ class ConfigFields(FieldReader):
         return ConfigFields({**inner, **outer}, self.where)
 
     def read[T](
-        self, name: str, rule: Callable[[str, Any], T], default: Any, wanted: str | None = None
+        self, name: str, rule: Callable[[str, Any], T], default: Any, expected: str | None = None
     ) -> T:
         """Returns a field that must exist unless there is a default; null counts as a value."""
         value = self.values.get(name, default)
         if value is _MISSING:
             raise self.error(name, f"{self.where}: field {self.spelled.get(name, name)} is missing")
-        return self.checked(name, value, rule, wanted)
+        return self.checked(name, value, rule, expected)
 
     def integer(
-        self, name: str, default: Any = _MISSING, *, least: int = 1, most: int = MOST
+        self, name: str, default: Any = _MISSING, *, minimum: int = 1, maximum: int = MOST
     ) -> int:
-        return self.read(name, Integer(least, most), default)
+        return self.read(name, Integer(minimum, maximum), default)
 
     def experts(self, name: str) -> int:
         """Returns the number of experts of a layer, which is bounded.
@@ -96,7 +96,7 @@ class ConfigFields(FieldReader):
         The loader lists the names of each expert's tensors before it reads any file, so an
         unbounded number would take forever.
         """
-        return self.integer(name, most=MOST_EXPERTS)
+        return self.integer(name, maximum=MOST_EXPERTS)
 
     def maybe_integer(self, name: str) -> int | None:
         """Returns a field that must exist, with an integer or null."""
@@ -178,65 +178,67 @@ class ConfigFields(FieldReader):
         kind = scaling.get("rope_type") or scaling.get("type")
         if kind in ("default", "dynamic", None):
             return RopeConfig(dim, theta=base, interleaved=interleaved)
-        given = self.rope_scaling().assuming(
+        scaling_fields = self.rope_scaling().assuming(
             original_max_position_embeddings=self.values.get("max_position_embeddings")
         )
         if kind == "linear":
             return RopeConfig(
-                dim, theta=base, interleaved=interleaved, linear=given.number("factor")
+                dim, theta=base, interleaved=interleaved, linear=scaling_fields.number("factor")
             )
         if kind == "yarn":
-            yarn = _read_yarn(given)
+            yarn = _read_yarn(scaling_fields)
             return RopeConfig(dim, theta=base, interleaved=interleaved, yarn=yarn)
         if kind == "llama3":
             llama3 = Llama3RopeScaling(
-                factor=given.number("factor"),
-                low_freq_factor=given.number("low_freq_factor"),
-                high_freq_factor=given.number("high_freq_factor"),
-                original_max_position_embeddings=given.integer("original_max_position_embeddings"),
+                factor=scaling_fields.number("factor"),
+                low_freq_factor=scaling_fields.number("low_freq_factor"),
+                high_freq_factor=scaling_fields.number("high_freq_factor"),
+                original_max_position_embeddings=scaling_fields.integer(
+                    "original_max_position_embeddings"
+                ),
             )
             return RopeConfig(dim, theta=base, interleaved=interleaved, llama3=llama3)
         kinds = "'yarn', 'llama3', 'linear' or 'dynamic'"
         raise self.refused("rope_scaling.type", f"must be {kinds} to be supported", kind)
 
 
-def _read_yarn(given: ConfigFields) -> YarnConfig:
+def _read_yarn(fields: ConfigFields) -> YarnConfig:
     """Reads YaRN from a `rope_scaling`, as transformers computes it."""
-    factor = given.number("factor")
+    factor = fields.number("factor")
     mscale, all_dim, fast, slow = (
-        given.number(name) if given.values.get(name) else default
+        fields.number(name) if fields.values.get(name) else default
         for name, default in (
             ("mscale", 0.0), ("mscale_all_dim", 0.0), ("beta_fast", 32.0), ("beta_slow", 1.0)
         )
     )  # fmt: skip
     return YarnConfig(
         factor=factor,
-        original_max_position_embeddings=given.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=fields.integer("original_max_position_embeddings"),
         beta_fast=fast,
         beta_slow=slow,
-        mscale=_read_mscale(given, factor, mscale, all_dim),
+        mscale=_read_mscale(fields, factor, mscale, all_dim),
         mscale_all_dim=all_dim,
-        truncate=given.flag("truncate", True),
+        truncate=fields.flag("truncate", True),
     )
 
 
-def _read_mscale(given: ConfigFields, factor: float, mscale: float, all_dim: float) -> float:
+def _read_mscale(fields: ConfigFields, factor: float, mscale: float, all_dim: float) -> float:
     """Returns the weight that gives rotated queries and keys their length in transformers.
 
     That length is `attention_factor`, or by default (0.1 mscale ln factor + 1) / (0.1 all_dim ln
     factor + 1). If one of the two weights is missing, it is 0.1 ln factor + 1, whatever the other
     one is.
     """
-    stated = given.values.get("attention_factor")
+    stated = fields.values.get("attention_factor")
     if stated is None and mscale and all_dim:
         return mscale
     slope = 0.1 * math.log(factor)
-    length = slope + 1 if stated is None else given.number("attention_factor")
+    length = slope + 1 if stated is None else fields.number("attention_factor")
     grown = length * (slope * all_dim + 1) - 1
     # Prefer a weight that the file states to its rounded reconstruction.
     for weight in (mscale, 1.0, 0.0):
         if math.isclose(grown, slope * weight, rel_tol=1e-9, abs_tol=1e-12):
             return weight
     if not slope or not 0 <= grown <= 100 * slope:
-        raise given.refused("attention_factor", "must be the result of an mscale from 0 to 100")
+        raise fields.refused("attention_factor", "must be the result of an mscale from 0 to 100")
     return grown / slope

@@ -72,35 +72,39 @@ def draft_layers(
             norm.
         norm: Transform of the norms' weights.
     """
-    of_embedding, of_hidden, projection, last = names
+    embedding_norm, hidden_norm, projection, final_norm = names
     key = ("draft_layers",)
 
     def vector(name: str, place: str) -> WeightMapping:
         weight = f"{prefix}.{name}.weight"
-        return WeightMapping(weight, (hidden,), (*key, place, "weight"), change=norm)
+        return WeightMapping(weight, (hidden,), (*key, place, "weight"), transform=norm)
 
     matrix = WeightMapping(
         f"{prefix}.{projection}.weight",
         (hidden, 2 * hidden),
         (*key, "projection", "weight"),
-        change=Transpose(),
+        transform=Transpose(),
     )
-    found = (of_embedding, "embedding_norm"), (of_hidden, "hidden_norm"), (last, "norm")
+    found = (embedding_norm, "embedding_norm"), (hidden_norm, "hidden_norm"), (final_norm, "norm")
     return [*(vector(*each) for each in found), matrix]
 
 
 def norms(
-    place: LayerMapping, hidden: int, change: WeightTransform = IDENTITY, *, after: bool = False
+    place: LayerMapping,
+    hidden: int,
+    transform: WeightTransform = IDENTITY,
+    *,
+    post_norms: bool = False,
 ) -> list[WeightMapping]:
-    """Maps the norms before the mixer and the feed-forward, or `after` them.
+    """Maps the norms before the mixer and the feed-forward, or after them if `post_norms`.
 
-    `change` is the transform of their weights.
+    `transform` is the transform of their weights.
     """
     names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-    first, second = names[1:] if after else names[:2]
+    first, second = names[1:] if post_norms else names[:2]
     return [
-        place.vector(first, hidden, "norm", change=change),
-        place.vector(second, hidden, "mlp_norm", change=change),
+        place.vector(first, hidden, "norm", transform=transform),
+        place.vector(second, hidden, "mlp_norm", transform=transform),
     ]
 
 

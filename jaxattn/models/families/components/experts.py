@@ -47,26 +47,26 @@ def placed(
         stored: Names of a folder's tensors. transformers may save a layer's routed experts as two.
     """
     count, shared = moe.router.experts, f"{names.layer}.{shared}"
-    found = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
+    mappings = [place.matrix(f"{names.layer}.gate", count, hidden, "mlp", "router")]
     if moe.router.scores == "sigmoid":
         name = f"{names.bias_of or f'{names.layer}.gate'}.{names.bias}"
-        found.append(place.plain(name, (count,), "mlp", "correction_bias"))
+        mappings.append(place.plain(name, (count,), "mlp", "correction_bias"))
     if f"{place.prefix}.{names.layer}.experts.gate_up_proj" in stored:
-        found += _fused(place, hidden, moe, names.layer)
+        mappings += _fused(place, hidden, moe, names.layer)
     else:
         for expert in range(count):
-            found += _expert(place, hidden, moe, expert, names)
+            mappings += _expert(place, hidden, moe, expert, names)
     if moe.shared_gate:
-        found.append(place.matrix(f"{shared}_gate", 1, hidden, "mlp", "shared_gate"))
+        mappings.append(place.matrix(f"{shared}_gate", 1, hidden, "mlp", "shared_gate"))
     if moe.always:
-        found += _shared(place, hidden, moe, shared)
+        mappings += _shared(place, hidden, moe, shared)
     elif size := moe.shared_size:
         for name, out, inner in (
             ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
         ):  # fmt: skip
             tensor = f"{shared}.{name}"
-            found.append(place.linear(tensor, out, inner, "mlp", "shared", name))
-    return found
+            mappings.append(place.linear(tensor, out, inner, "mlp", "shared", name))
+    return mappings
 
 
 def _fused(place: LayerMapping, hidden: int, moe: MoE, layer: str) -> list[WeightMapping]:
@@ -86,18 +86,18 @@ def _shared(place: LayerMapping, hidden: int, moe: MoE, name: str) -> list[Weigh
     both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
     gate_rows, up_rows = (SplitExpertRows(width, first, (below, 0)) for below in (0, width))
     columns = SplitExpertColumns(width, first)
-    found = [
+    mappings = [
         place.shared(f"{name}.gate_proj", *up, gate_rows, *both, stored=kept),
         place.shared(f"{name}.up_proj", *up, up_rows, *both, stored=kept),
         place.shared(f"{name}.down_proj", *down, columns, *last, stored=kept),
     ]
     if kept is None:
-        return found
+        return mappings
     (blocks,) = block_counts(width)
     gate_rows, up_rows = (SplitExpertRows(blocks, first, (number, 0, 0)) for number in (0, 1))
     columns, scale = SplitExpertColumns(blocks, first), ("mlp", "gate_up_scale")
     return [
-        *found,
+        *mappings,
         place.shared_scale(f"{name}.gate_proj", *up, gate_rows, *scale),
         place.shared_scale(f"{name}.up_proj", *up, up_rows, *scale),
         place.shared_scale(f"{name}.down_proj", *down, columns, "mlp", "down_scale"),
@@ -109,29 +109,31 @@ def _expert(
 ) -> list[WeightMapping]:
     """Maps the three linears of a routed expert, and their scales if they stay FP8."""
     width = moe.expert_size
-    of_gate, of_up, of_down = (f"{names.layer}.experts.{expert}.{each}" for each in names.expert)
+    gate_name, up_name, down_name = (
+        f"{names.layer}.experts.{expert}.{each}" for each in names.expert
+    )
     up, down = (expert, width, hidden), (expert, hidden, width)
     if moe.form is not None and moe.form.kind == "int4":
         tiles = FourBitEncoding(Int4GroupEncoding(moe.form.group), moe.form)
-        both = ("mlp", "gate_up_proj")
+        gate_up_path = ("mlp", "gate_up_proj")
         return [
-            place.expert_tiles(of_gate, *up, *both, number=0, stored=tiles),
-            place.expert_tiles(of_up, *up, *both, number=1, stored=tiles),
-            place.expert_tiles(of_down, *down, "mlp", "down_proj", stored=tiles),
+            place.expert_tiles(gate_name, *up, *gate_up_path, number=0, stored=tiles),
+            place.expert_tiles(up_name, *up, *gate_up_path, number=1, stored=tiles),
+            place.expert_tiles(down_name, *down, "mlp", "down_proj", stored=tiles),
         ]
     kept = Fp8NumberEncoding() if moe.weight_format == "fp8" else None
-    both, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+    gate_up_path, last = ("mlp", "gate_up_proj"), ("mlp", "down_proj")
     found = [
-        place.expert(of_gate, *up, *both, stored=kept),
-        place.expert(of_up, *up, *both, below=width, stored=kept),
-        place.expert(of_down, *down, *last, stored=kept),
+        place.expert(gate_name, *up, *gate_up_path, stored=kept),
+        place.expert(up_name, *up, *gate_up_path, first_row=width, stored=kept),
+        place.expert(down_name, *down, *last, stored=kept),
     ]
     if kept is None:
         return found
     scale = "mlp", "gate_up_scale"
     return [
         *found,
-        place.expert_scale(of_gate, *up, *scale, number=0),
-        place.expert_scale(of_up, *up, *scale, number=1),
-        place.expert_scale(of_down, *down, "mlp", "down_scale"),
+        place.expert_scale(gate_name, *up, *scale, number=0),
+        place.expert_scale(up_name, *up, *scale, number=1),
+        place.expert_scale(down_name, *down, "mlp", "down_scale"),
     ]

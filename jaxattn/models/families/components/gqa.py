@@ -51,7 +51,7 @@ def read_used_windows(fields: ConfigFields) -> tuple[int | None, ...]:
     With `use_sliding_window`, layers from `max_window_layers` on have one.
     """
     count, used = fields.integer("num_hidden_layers"), fields.flag("use_sliding_window", False)
-    full = fields.integer("max_window_layers", 28, least=0) if used else count
+    full = fields.integer("max_window_layers", 28, minimum=0) if used else count
     if fields.values.get("sliding_window") is None:
         full = count
     return read_windows(fields, [FULL if layer < full else SLIDING for layer in range(count)])
@@ -108,29 +108,31 @@ def attention(
     """Maps the tensors of the attention; `norm` is the transform of its norms' weights."""
     dim, heads = mixer.head_dim, mixer.num_heads
     queries, keys = heads * dim * (2 if mixer.gated else 1), mixer.num_kv_heads * dim
-    found = [
+    mappings = [
         place.linear("self_attn.q_proj", queries, hidden, "mixer", "q_proj"),
         place.linear("self_attn.k_proj", keys, hidden, "mixer", "k_proj"),
         place.linear("self_attn.v_proj", keys, hidden, "mixer", "v_proj"),
         place.linear("self_attn.o_proj", hidden, heads * dim, "mixer", "o_proj"),
     ]
     if mixer.qk_norm:
-        found += [
-            place.vector(f"self_attn.{each}_norm", dim, "mixer", f"{each}_norm", change=norm)
+        mappings += [
+            place.vector(f"self_attn.{each}_norm", dim, "mixer", f"{each}_norm", transform=norm)
             for each in "qk"
         ]
     if mixer.heads_norm:
-        found += [
-            place.vector(f"self_attn.{each}_norm", size, "mixer", f"{each}_heads_norm", change=norm)
+        mappings += [
+            place.vector(
+                f"self_attn.{each}_norm", size, "mixer", f"{each}_heads_norm", transform=norm
+            )
             for each, size in (("q", queries), ("k", keys))
         ]
     if mixer.out_bias:
-        found.append(place.plain("self_attn.o_proj.bias", (hidden,), "mixer", "o_bias"))
+        mappings.append(place.plain("self_attn.o_proj.bias", (hidden,), "mixer", "o_bias"))
     if mixer.sinks:
-        found.append(place.plain("self_attn.sinks", (heads,), "mixer", "sinks"))
+        mappings.append(place.plain("self_attn.sinks", (heads,), "mixer", "sinks"))
     if mixer.biases:
-        found += [
+        mappings += [
             place.plain(f"self_attn.{each}_proj.bias", (size,), "mixer", f"{each}_bias")
             for each, size in (("q", queries), ("k", keys), ("v", keys))
         ]
-    return found
+    return mappings

@@ -8,11 +8,11 @@ from jaxattn.models.families.components.config_fields import ConfigFields
 from jaxattn.models.weight_map.tensor_mapping import LayerMapping, WeightMapping
 
 
-def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = False) -> MLA:
+def read_attention(fields: ConfigFields, *, rotated: bool = True, gated: bool = False) -> MLA:
     """Reads DeepSeek's MLA from a config.json.
 
     Args:
-        turns: Whether queries and keys are rotated.
+        rotated: Whether queries and keys are rotated.
         gated: Whether each head's output has a gate.
     """
     dims = fields.integer("qk_rope_head_dim")
@@ -23,18 +23,20 @@ def read_attention(fields: ConfigFields, *, turns: bool = True, gated: bool = Fa
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=dims,
         v_head_dim=fields.integer("v_head_dim"),
-        rope=fields.rope(dims) if turns else RopeConfig(dims, theta=None),
+        rope=fields.rope(dims) if rotated else RopeConfig(dims, theta=None),
         gated=gated,
         lora_norm_eps=1e-6,  # not rms_norm_eps, which transformers does not pass on
     )
 
 
-def read_sparse_attention(fields: ConfigFields, *, interleaved: bool, hands_on: bool) -> SparseMLA:
+def read_sparse_attention(
+    fields: ConfigFields, *, interleaved: bool, shares_indices: bool
+) -> SparseMLA:
     """Reads the MLA of a layer with an indexer.
 
     Args:
         interleaved: Default layout of the indexer's rotated dims.
-        hands_on: Whether layers without an indexer follow.
+        shares_indices: Whether layers without an indexer follow.
 
     Raises:
         ConfigError: A field is missing, does not fit or is not implemented; the message names it.
@@ -50,7 +52,7 @@ def read_sparse_attention(fields: ConfigFields, *, interleaved: bool, hands_on: 
         index_heads=fields.integer("index_n_heads"),
         index_head_dim=dim,
         index_interleaved=fields.flag("indexer_rope_interleave", interleaved),
-        hands_on=hands_on,
+        shares_indices=shares_indices,
     )
 
 
@@ -67,18 +69,18 @@ def attention(
     keys, values, low = mixer.qk_nope_head_dim, mixer.v_head_dim, mixer.q_lora_rank
     queries = heads * (keys + rope)
     if low is None:
-        found = [place.linear(f"{name}.q_proj", queries, hidden, "mixer", "q_proj")]
+        mappings = [place.linear(f"{name}.q_proj", queries, hidden, "mixer", "q_proj")]
     else:
-        found = [
+        mappings = [
             place.linear(f"{name}.q_a_proj", low, hidden, "mixer", "q_a_proj"),
             place.vector(f"{name}.q_a_layernorm", low, "mixer", "q_a_norm"),
             place.linear(f"{name}.q_b_proj", queries, low, "mixer", "q_b_proj"),
         ]
     if mixer.gated:
-        found.append(place.linear(f"{name}.g_proj", heads, hidden, "mixer", "g_proj"))
+        mappings.append(place.linear(f"{name}.g_proj", heads, hidden, "mixer", "g_proj"))
     down = f"{name}.kv_a_proj_with_mqa"
     return [
-        *found,
+        *mappings,
         place.linear(down, rank + rope, hidden, "mixer", "kv_a_proj"),
         place.vector(f"{name}.kv_a_layernorm", rank, "mixer", "kv_a_norm"),
         *place.kv_b(f"{name}.kv_b_proj", heads, keys, values, rank),

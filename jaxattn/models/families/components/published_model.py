@@ -73,12 +73,12 @@ class PublishedModel(NamedTuple):
             for each in spelled
         ]
 
-    def _stored(self, placed: WeightMapping) -> WeightEncoding | None:
+    def _stored(self, mapping: WeightMapping) -> WeightEncoding | None:
         """Returns the encoding in which a weight must be stored, with INT4 tiles as quantized."""
         of = INT4.get(self.quantization) if self.quantization else None
-        if of is not None and isinstance(placed.stored, FourBitEncoding):
-            return dataclasses.replace(placed.stored, of=of)
-        return placed.stored
+        if of is not None and isinstance(mapping.stored, FourBitEncoding):
+            return dataclasses.replace(mapping.stored, encoding=of)
+        return mapping.stored
 
     def unread(self, names: Collection[str]) -> tuple[str, ...]:
         """Returns prefixes of names that are not read, as the folder spells them."""
@@ -181,11 +181,11 @@ def is_float(fields: ConfigFields, name: str) -> bool:
 
 
 def without_tiles(
-    model: DecoderModel, placed: Iterable[WeightMapping], floats: Callable[[str], bool]
+    model: DecoderModel, mappings: Iterable[WeightMapping], floats: Callable[[str], bool]
 ) -> DecoderModel:
     """Returns the model in which layers whose experts `floats` names have no tiles."""
     layers: dict[Key, set[str | None]] = {}
-    for each in placed:
+    for each in mappings:
         if isinstance(each.stored, FourBitEncoding) and linear_of(model.spec, each.key) is None:
             dtypes = layers.setdefault((*each.key[:4], each.index[0]), set())
             dtypes.add(None if floats(each.name) else each.stored.form.scale)

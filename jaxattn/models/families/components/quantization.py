@@ -75,22 +75,22 @@ def read_quantization(fields: ConfigFields) -> Quantization | None:
     if values is None:
         return None
     fields.checked("quantization_config", values, json_object, "an object or null")
-    given = fields.of("quantization_config", values)
-    given.require("quant_method", *METHODS, missing=None)
+    settings = fields.of("quantization_config", values)
+    settings.require("quant_method", *METHODS, missing=None)
     if values["quant_method"] == "fp8":
-        return _read_fp8(given)
+        return _read_fp8(settings)
     if values["quant_method"] == "mxfp4":
         return "mxfp4"
     if values["quant_method"] in ("awq", "gptq"):
-        return _read_awq(given) if values["quant_method"] == "awq" else _read_gptq(given)
-    given.require("format", *FORMATS, missing=None)
-    groups = given.values.get("config_groups")
+        return _read_awq(settings) if values["quant_method"] == "awq" else _read_gptq(settings)
+    settings.require("format", *FORMATS, missing=None)
+    groups = settings.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        raise given.wrong("config_groups", "an object")
+        raise settings.wrong("config_groups", "an object")
     read = _read_int4 if values["format"] == "pack-quantized" else _read_float
-    found = [read(*_group(given, name, group)) for name, group in groups.items()]
+    found = [read(*_group(settings, name, group)) for name, group in groups.items()]
     if len(set(found)) > 1:
-        raise given.refused(
+        raise settings.refused(
             "config_groups", "must use the same strategy for all groups", sorted(found)
         )
     return found[0]
@@ -143,19 +143,19 @@ def _begins(pattern: str, module: str) -> bool:
         return False
 
 
-def _read_fp8(given: ConfigFields) -> Quantization:
-    given.require("fmt", "e4m3", "float8_e4m3fn")
-    if given.values.get("weight_block_size") is None:
-        given.require("activation_scheme", "dynamic", "static")
+def _read_fp8(settings: ConfigFields) -> Quantization:
+    settings.require("fmt", "e4m3", "float8_e4m3fn")
+    if settings.values.get("weight_block_size") is None:
+        settings.require("activation_scheme", "dynamic", "static")
         return "fp8 by matrix"
-    given.require("activation_scheme", "dynamic")
-    given.require("weight_block_size", [BLOCK, BLOCK])
+    settings.require("activation_scheme", "dynamic")
+    settings.require("weight_block_size", [BLOCK, BLOCK])
     return "fp8"
 
 
-def _group(given: ConfigFields, name: str, group: Any) -> tuple[ConfigFields, ConfigFields]:
+def _group(settings: ConfigFields, name: str, group: Any) -> tuple[ConfigFields, ConfigFields]:
     """Returns (a group of modules, its weights)."""
-    where = f"{given.where}.config_groups.{name}"
+    where = f"{settings.where}.config_groups.{name}"
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ConfigError(f"{where}.weights must be an object; got {short_repr(weights)}")
@@ -175,44 +175,44 @@ def _read_int4(group: ConfigFields, weights: ConfigFields) -> Quantization:
     return "int4_asym-32" if narrow else "int4_asym-128"
 
 
-def _read_awq(given: ConfigFields) -> Quantization:
-    group = _read_group(given)
-    given.require("zero_point", True)
-    layout = "version" if given.values.get("version") is not None else "format"
-    given.require(layout, "gemm", "GEMM")
-    given.require("backend", None, "autoawq", "auto")  # llm-awq's layout differs
+def _read_awq(settings: ConfigFields) -> Quantization:
+    group = _read_group(settings)
+    settings.require("zero_point", True)
+    layout = "version" if settings.values.get("version") is not None else "format"
+    settings.require(layout, "gemm", "GEMM")
+    settings.require("backend", None, "autoawq", "auto")  # llm-awq's layout differs
     return "awq-32" if group == 32 else "awq-128"
 
 
-def _read_gptq(given: ConfigFields) -> Quantization:
+def _read_gptq(settings: ConfigFields) -> Quantization:
     """Reads GPTQ's settings; for symmetric weights both versions are the same.
 
     `desc_act` may be set: the tensors show whether it reordered columns (`GptqEncoding`).
     """
-    group = _read_group(given)
-    given.require("pack_dtype", None, "int32")
-    legacy = given.values.get("checkpoint_format") is None
+    group = _read_group(settings)
+    settings.require("pack_dtype", None, "int32")
+    legacy = settings.values.get("checkpoint_format") is None
     field = "format" if legacy else "checkpoint_format"
-    given.require(field, "gptq", "gptq_v2")
-    dynamic = given.values.get("dynamic")
+    settings.require(field, "gptq", "gptq_v2")
+    dynamic = settings.values.get("dynamic")
     if not isinstance(dynamic or {}, dict):
-        raise given.wrong("dynamic", "an object or null")
+        raise settings.wrong("dynamic", "an object or null")
     for pattern, changed in (dynamic or {}).items():
         if not pattern.startswith(NOT_CONVERTED) and isinstance(changed, dict):
-            of_modules = ConfigFields(changed, f"{given.where}.dynamic.{pattern}")
+            of_modules = ConfigFields(changed, f"{settings.where}.dynamic.{pattern}")
             of_modules.require("bits", 4)
             of_modules.require("group_size", group)
-    if given.flag("sym", False):
+    if settings.flag("sym", False):
         return "gptq-32" if group == 32 else "gptq-128"
-    if given.values.get(field) == "gptq_v2":
+    if settings.values.get(field) == "gptq_v2":
         return "gptq_v2-32" if group == 32 else "gptq_v2-128"
     return "gptq_v1-32" if group == 32 else "gptq_v1-128"
 
 
-def _read_group(given: ConfigFields) -> int:
-    given.require("bits", 4, missing=None)
-    given.require("group_size", *INT4_GROUPS, missing=None)
-    return given.values["group_size"]
+def _read_group(settings: ConfigFields) -> int:
+    settings.require("bits", 4, missing=None)
+    settings.require("group_size", *INT4_GROUPS, missing=None)
+    return settings.values["group_size"]
 
 
 def _read_float(group: ConfigFields, weights: ConfigFields) -> Quantization:

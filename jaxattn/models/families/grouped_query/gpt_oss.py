@@ -88,13 +88,13 @@ def _experts(place: LayerMapping, hidden: int, moe: MoE) -> list[WeightMapping]:
         ("down_proj_bias", (count, hidden), "down_bias", IDENTITY),
     )
     found = [
-        place.plain(f"mlp.experts.{name}", shape, "mlp", key, change=change)
+        place.plain(f"mlp.experts.{name}", shape, "mlp", key, transform=change)
         for name, shape, key, change in tensors
     ]
     if moe.form is not None and moe.form.kind == "mxfp4":
         for place_of, interleaved in ((0, 2), (2, 0)):
             tiles = FourBitEncoding(Mxfp4Encoding(), moe.form, interleaved)
-            found[place_of] = dataclasses.replace(found[place_of], change=IDENTITY, stored=tiles)
+            found[place_of] = dataclasses.replace(found[place_of], transform=IDENTITY, stored=tiles)
     return [
         place.matrix("mlp.router", count, hidden, "mlp", "router"),
         place.plain("mlp.router.bias", (count,), "mlp", "router_bias"),

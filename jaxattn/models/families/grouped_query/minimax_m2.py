@@ -67,8 +67,8 @@ def _rotated(fields: ConfigFields) -> float:
 def skipped(fields: ConfigFields) -> tuple[str, ...]:
     """Returns the prefixes of tensors that are not read: the prediction layers."""
     last = fields.integer("num_hidden_layers")
-    modules = fields.integer("num_mtp_modules", 0, least=0)
-    extra = modules * fields.integer("mtp_transformer_layers", 1, least=0)
+    modules = fields.integer("num_mtp_modules", 0, minimum=0)
+    extra = modules * fields.integer("mtp_transformer_layers", 1, minimum=0)
     return tuple(f"model.layers.{last + number}." for number in range(extra))
 
 

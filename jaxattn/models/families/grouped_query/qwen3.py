@@ -41,7 +41,7 @@ def placed(model: DecoderModel, names: Collection[str] = ()) -> list[WeightMappi
     hidden, found = spec.stream.hidden_size, ends(spec)
     for place, block in zip(layer_places(spec), spec.blocks, strict=True):
         assert isinstance(block.mixer, GQA) and isinstance(block.feed_forward, MLP)
-        found += norms(place, hidden, after=block.norms_after)
+        found += norms(place, hidden, post_norms=block.norms_after)
         found += attention(place, block.mixer, hidden)
         found += mlp(place, hidden, block.feed_forward.intermediate_size)
     return found

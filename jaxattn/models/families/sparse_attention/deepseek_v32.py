@@ -47,7 +47,9 @@ def read_blocks(
     Raises:
         ConfigError: A field is missing, does not fit or is not implemented; the message names it.
     """
-    own = mla.read_sparse_attention(fields, interleaved=interleaved, hands_on=not all(indexed))
+    own = mla.read_sparse_attention(
+        fields, interleaved=interleaved, shares_indices=not all(indexed)
+    )
     without = dataclasses.replace(own, index_heads=0)
     dense = deepseek.read_blocks(fields, deepseek.dense_layers(fields))
     return tuple(

@@ -39,10 +39,10 @@ def indexed_layers(fields: ConfigFields) -> list[bool]:
         name = "index_topk_pattern"
     given = fields.values.get(name)
     if given is None:
-        every = fields.integer("index_topk_freq", 1, least=0) or 1
+        every = fields.integer("index_topk_freq", 1, minimum=0) or 1
         # If not all layers have an indexer, the first one must: no layer before it can choose for
         # it.
-        first = fields.integer("index_skip_topk_offset", 2, least=min(every - 1, 1))
+        first = fields.integer("index_skip_topk_offset", 2, minimum=min(every - 1, 1))
         found = [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
     else:
         letters = isinstance(given, str)

@@ -42,37 +42,37 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
             f"{header.path}: the architecture {short_repr(name)} is not supported in GGUF; "
             f"supported are {', '.join(ARCHITECTURES)}. Load the model's folder from the hub"
         )
-    own = _Keys(header, str(name))
-    found = {field: own.required(key) for field, key in _FIELDS.items()}
-    heads = _integer(found["num_attention_heads"])
-    dim = own.get("attention.key_length", _integer(found["hidden_size"]) // max(heads, 1))
+    keys = _Keys(header, str(name))
+    fields = {field: keys.required(key) for field, key in _FIELDS.items()}
+    heads = _integer(fields["num_attention_heads"])
+    dim = keys.get("attention.key_length", _integer(fields["hidden_size"]) // max(heads, 1))
     for key, wanted in (("attention.value_length", dim), ("rope.dimension_count", dim)):
-        own.require(key, wanted)
-    own.require("expert_count", 0)
+        keys.require(key, wanted)
+    keys.require("expert_count", 0)
     if EMBEDDING not in header.tensors:
         raise CheckpointError(f"{header.path} has no tensor {EMBEDDING!r}")
-    tied, theta = HEAD not in header.tensors, own.get("rope.freq_base", 10_000.0)
+    tied, theta = HEAD not in header.tensors, keys.get("rope.freq_base", 10_000.0)
     return {
-        **found,
+        **fields,
         "model_type": name,
         "hidden_act": "silu",
         "head_dim": dim,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
         "rope_theta": theta,
-        "rope_scaling": _llama3(header, dim, theta) if ROPE in header.tensors else _scaling(own),
+        "rope_scaling": _llama3(header, dim, theta) if ROPE in header.tensors else _scaling(keys),
         "tie_word_embeddings": tied,
         "vocab_size": header.tensors[EMBEDDING].shape[0],
         "attention_bias": name == "qwen2",
     }
 
 
-def _scaling(own: "_Keys") -> dict[str, Any] | None:
+def _scaling(keys: "_Keys") -> dict[str, Any] | None:
     """Returns `rope_scaling`."""
-    kind = own.get("rope.scaling.type", "none")
+    kind = keys.get("rope.scaling.type", "none")
     if kind == "none":
         return None
-    found = {"rope_type": kind, "factor": own.required("rope.scaling.factor")}
-    if (length := own.get("rope.scaling.original_context_length", None)) is not None:
+    found = {"rope_type": kind, "factor": keys.required("rope.scaling.factor")}
+    if (length := keys.get("rope.scaling.original_context_length", None)) is not None:
         found["original_max_position_embeddings"] = length
     return found
 
@@ -118,11 +118,12 @@ class _Keys:
             raise CheckpointError(f"{self._header.path} has no metadata {whole!r}")
         return self._values[whole]
 
-    def require(self, key: str, wanted: Any) -> None:
+    def require(self, key: str, expected: Any) -> None:
         """Raises CheckpointError for a value that the architecture's family does not support."""
-        if (value := self.get(key, wanted)) != wanted:
+        if (value := self.get(key, expected)) != expected:
             raise CheckpointError(
-                f"{self._header.path}: {self._name}.{key} must be {wanted}; got {short_repr(value)}"
+                f"{self._header.path}: {self._name}.{key} must be {expected}; "
+                f"got {short_repr(value)}"
             )
 
 

@@ -54,22 +54,22 @@ class GgufEncoding(WeightEncoding):
 
     def stored_shape(self, shape: Shape) -> Shape:
         """Returns the shape in numbers of `dtype`."""
-        if self.kind.numbers == 1:
+        if self.kind.block_size == 1:
             return shape
-        return *shape[:-1], shape[-1] // self.kind.numbers * self.kind.nbytes
+        return *shape[:-1], shape[-1] // self.kind.block_size * self.kind.nbytes
 
     def parts(self, name: str, shape: Shape) -> tuple[EncodedTensor, ...]:
-        if shape[-1] % self.kind.numbers:
+        if shape[-1] % self.kind.block_size:
             raise ValueError(
                 f"{name!r} is stored in {self.kind.name}, but {list(shape)} does not divide into "
-                f"blocks of {self.kind.numbers} columns"
+                f"blocks of {self.kind.block_size} columns"
             )
         return (EncodedTensor(name, self.stored_shape(shape), (self.dtype,)),)
 
     def decode(self, parts: Sequence[Array]) -> Array:
         [stored] = parts
         found = stored
-        if self.kind.numbers > 1:
+        if self.kind.block_size > 1:
             blocks = stored.reshape(-1, self.kind.nbytes)
             found = _WIDENED[self.kind.name](blocks).reshape(*stored.shape[:-1], -1)
         if self.paired == 1:
@@ -78,9 +78,9 @@ class GgufEncoding(WeightEncoding):
         return halves.swapaxes(2, 3).reshape(found.shape)
 
 
-def _read_float16(blocks: Blocks, at: int) -> Float[Array, "N 1"]:
+def _read_float16(blocks: Blocks, offset: int) -> Float[Array, "N 1"]:
     """Returns the float16 at a byte of each block, as float32."""
-    pair = blocks[:, at : at + 2]
+    pair = blocks[:, offset : offset + 2]
     return lax.bitcast_convert_type(pair, jnp.float16).astype(jnp.float32)[:, None]
 
 
@@ -111,9 +111,9 @@ def _q4_1(blocks: Blocks) -> Numbers:
     return _sum(_read_float16(blocks, 0) * numbers, _read_float16(blocks, 2))
 
 
-def _fifth(blocks: Blocks, at: int) -> Array:
+def _fifth(blocks: Blocks, offset: int) -> Array:
     """Returns uint8 [N, 32], 16 for numbers whose fifth bit is set; 4 bytes hold these bits."""
-    each = blocks[:, at : at + 4, None] >> jnp.arange(8, dtype=jnp.uint8)
+    each = blocks[:, offset : offset + 4, None] >> jnp.arange(8, dtype=jnp.uint8)
     return (each.reshape(-1, 32) & 1) << 4
 
 

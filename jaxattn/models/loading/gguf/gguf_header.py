@@ -31,7 +31,7 @@ class GgmlType(NamedTuple):
     """A type of tensors: the size of a block in numbers and in bytes."""
 
     name: str
-    numbers: int
+    block_size: int
     nbytes: int
 
 
@@ -126,13 +126,13 @@ def _parsed(path: Path, reader: "_Reader") -> GgufHeader:
     alignment = metadata.get(ALIGNMENT, 32)
     if not isinstance(alignment, int) or not 0 < alignment <= 2**20 or alignment % 8:
         raise ValueError(f"is damaged: {ALIGNMENT} is {short_repr(alignment)}")
-    data = -(-reader.at // alignment) * alignment
+    data = -(-reader.offset // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
     for name, kind, shape, offset in found:
         if name in tensors:
             raise ValueError(f"is damaged: it has the tensor {name!r:.80} twice")
         begin = data + offset
-        nbytes = math.prod(shape) // kind.numbers * kind.nbytes
+        nbytes = math.prod(shape) // kind.block_size * kind.nbytes
         if offset % alignment:
             raise ValueError(f"is damaged: the tensor {name!r:.80} begins at an unaligned offset")
         if begin + nbytes > reader.size:
@@ -156,10 +156,10 @@ def _entry(reader: "_Reader") -> tuple[str, GgmlType, tuple[int, ...], int]:
         other = OTHERS.get(number, f"number {number:,}")
         raise ValueError(f"contains {name!r:.80} of type {other}; supported types are {known}")
     kind = TYPES[number]
-    if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.numbers:
+    if not 0 < math.prod(shape) < MOST_NUMBERS or shape[-1] % kind.block_size:
         raise ValueError(
             f"is damaged: the tensor {name!r:.80} has the shape {short_repr(list(shape))}, which "
-            f"does not fit {kind.name} blocks of {kind.numbers} columns"
+            f"does not fit {kind.name} blocks of {kind.block_size} columns"
         )
     return name, kind, shape, offset
 
@@ -168,20 +168,20 @@ class _Reader:
     """A sequential reader of numbers and texts.
 
     Attributes:
-        at: Where the next value begins.
+        offset: Where the next value begins.
     """
 
     def __init__(self, content: np.ndarray):
-        self._content, self.size, self.at = content, int(content.size), 0
+        self._content, self.size, self.offset = content, int(content.size), 0
 
     def take(self, nbytes: int) -> bytes:
-        if nbytes > self.size - self.at:
+        if nbytes > self.size - self.offset:
             raise ValueError(
                 f"is cut off or not a GGUF file: it ends after {self.size:,} bytes, within its "
                 "header"
             )
-        found = self._content[self.at : self.at + nbytes].tobytes()
-        self.at += nbytes
+        found = self._content[self.offset : self.offset + nbytes].tobytes()
+        self.offset += nbytes
         return found
 
     def scalar(self, code: str) -> Any:
