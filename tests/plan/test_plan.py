@@ -422,7 +422,7 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
 
 
 FEW_ROWS = Limits(batch=16, max_model_len=256, prefill_chunk=16)
-MANY_ROWS = Limits(batch=2000, max_model_len=256, prefill_chunk=16)
+MANY_ROWS = Limits(batch=2000, max_model_len=256, prefill_chunk=16, checkpoints=2000)
 
 
 def device_for(pages, model):
