@@ -25,11 +25,15 @@ COMMANDS = Path(__file__).parents[2] / "benchmarks" / "several-gpus.sh"
 )
 @on_virtual_devices
 def test_a_layout_is_timed_beside_one_gpu(tmp_path):
-    file = tmp_path / "run.json"
+    file, folder = tmp_path / "run.json", tmp_path / "youtu"
+    folder.mkdir()
+    config = json.loads((YOUTU / "config.json").read_text())
+    # One launch sums rows of a multiple of 256 features.
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 256}))
     layout = ["--tensor", "2", "--context", "2"]
     options = ["--xla-options", "xla_cpu_enable_fast_min_max=True"]
     sizes = ["--rows", "4", "--tokens", "128"]
-    argv = [str(YOUTU), *sizes, *layout, "--one-launch", *options, "--json", str(file)]
+    argv = [str(folder), *sizes, *layout, "--one-launch", *options, "--json", str(file)]
     assert parallel_decode.main(argv, "bench") == 0
     one, two, again, fused = json.loads(file.read_text())["rows"]
     assert fused["one launch"] and not any(each["one launch"] for each in (one, two, again))
