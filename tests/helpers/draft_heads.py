@@ -35,7 +35,7 @@ _QWEN = _ALL | dict(
 )  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _MLA | dict(q_lora_rank=24),
-    "deepseek_v3": _MLA | dict(q_lora_rank=None),
+    "deepseek_v3": _MLA | dict(q_lora_rank=None, n_group=1, topk_group=1),
     "qwen3_5_text": _QWEN | dict(intermediate_size=48, mtp_num_hidden_layers=1),
     "qwen3_next": _QWEN
     | dict(
