@@ -151,9 +151,8 @@ def interrupts_raised() -> Iterator[InterruptRequest]:
         request.check()
 
     listen(False)
-    if (
-        previous_handlers[signal.SIGINT] is not signal.SIG_IGN
-    ):  # ignored if a shell runs it in the background
+    # A shell that runs the process in the background ignores Ctrl-C for it.
+    if previous_handlers[signal.SIGINT] is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
     try:

@@ -199,10 +199,8 @@ class CapacityPlanner:
         without_temp = {
             name: dataclasses.replace(each, temp=0) for name, each in executables.items()
         }
-        upper_bound, executables = (
-            self.fill(requested, without_temp, memory, counted_bytes),
-            dict(executables),
-        )
+        upper_bound = self.fill(requested, without_temp, memory, counted_bytes)
+        executables = dict(executables)
         least = min(upper_bound.pages_per_row, upper_bound.pages)
         limits: Limits | None = None
         while True:

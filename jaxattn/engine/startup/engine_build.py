@@ -162,9 +162,8 @@ def prepare(
     )
     if limits.utilization is None:
         filled = limits
-        compiler.plan(
-            filled, {}, memory, counted_bytes, requested=limits
-        )  # fails before minutes of compilation
+        # Fails before minutes of compilation.
+        compiler.plan(filled, {}, memory, counted_bytes, requested=limits)
         if on_fits:
             on_fits()
         steps = compiler.compile(filled)

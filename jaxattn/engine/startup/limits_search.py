@@ -222,6 +222,7 @@ class LimitsSearch:
         """Lowers the batch, the chunk and the prompt tokens of a step, in this order, until a row
         of the shortest allowed context fits."""
         requested = self.requested
+        value: int | None
         while (pages := self._pages(limits, executables)) < _least_pages(requested, limits):
             if _can_halve(requested, limits):
                 limits = _halve_batch(requested, limits)
@@ -231,7 +232,7 @@ class LimitsSearch:
                 name, value = "prefill_chunk", limits.prefill_chunk
             elif _halve_prefill_tokens(requested, limits) != limits:
                 limits = _halve_prefill_tokens(requested, limits)
-                name, value = "prefill_tokens", limits.prefill_sizes[-1]
+                name, value = "prefill_tokens", limits.prefill_tokens
             else:
                 break
             why = f"with more, only {pages:,} pages would be left, fewer than a row needs"
