@@ -17,7 +17,7 @@ from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.mla import LatentFormat
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
+from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_pieces, causal_conv1d_of_segments
 from jaxattn.ops.linear import linear
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts
@@ -77,6 +77,26 @@ def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
         return jnp.square(y.astype(jnp.float32)).sum()
 
     return jax.grad(total, argnums=(0, 1))(x, weight)
+
+
+def convolution_of_pieces(
+    x: Any, weight: Any, initial_state: Any, position: Any, sequence: Any, implementation: Any
+) -> Any:
+    """A convolution of sequences with SiLU, as in a chunk of rows' prompts; only by its kernel."""
+
+    def reference() -> Any:
+        raise NotImplementedError
+
+    return causal_conv1d_of_pieces(
+        x,
+        weight,
+        initial_state,
+        position,
+        sequence,
+        (len(weight),),
+        reference,
+        implementation=implementation,
+    )
 
 
 def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:

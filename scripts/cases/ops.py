@@ -171,6 +171,10 @@ OPS: dict[str, Op] = {
     "causal_conv1d_gradient": Op(
         calls.convolution_gradient, "x[B,T,F] weight[F,taps] first:i32[B,T]", kernel=True
     ),
+    "causal_conv1d_of_pieces": Op(
+        calls.convolution_of_pieces,
+        "x[B,T,C] weight[F,taps] initial_state[n,taps-1,F] position:i32[B,T] sequence:i32[B,T]",
+    ),
     "gated_delta_rule_prefill": Op(
         delta_rule_prefill(gdn.gated_delta_rule_prefill), f"{OF_RULE} {POOL} {OF_NORM}"
     ),

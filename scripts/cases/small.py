@@ -208,6 +208,15 @@ def convolution(lens: list[int], channels: int, dtype: str = "bfloat16") -> Kern
     return KernelCase("causal_conv1d_gradient", sizes, dtype, values={"first": first})
 
 
+def convolved_pieces(lens: list[int], channels: int) -> KernelCase:
+    """A delta layer's convolution of pieces of several prompts in one row."""
+    position = np.concatenate([np.arange(n) for n in lens])[None]
+    sequence = np.repeat(np.arange(len(lens)), lens)[None]
+    sizes = {"B": 1, "T": sum(lens), "C": channels + 128, "F": channels, "n": len(lens)}
+    values = {"position": position, "sequence": sequence}
+    return KernelCase("causal_conv1d_of_pieces", sizes, values=values)
+
+
 def slots_of(rows: int, q_len: int, each: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sizes and indices of slots to read (the last row has none) and to write.
 
@@ -327,6 +336,7 @@ SMALL: dict[str, KernelCase] = {
     "gdn_gradient_whole": delta_rule([128, 64], heads=1, gradient=True),
     "gdn_gradient_many": delta_rule([70] * 40, gradient=True),
     "kda_gradient": delta_rule([63, 0, 1, 200], channels=True, gradient=True),
+    "conv_forward": convolved_pieces([1, 90, 3, 40], 256),
     "conv_gradient": convolution([1, 90, 3, 40], 256),
     "conv_gradient_float16": convolution([70], 128, "float16"),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),

@@ -11,7 +11,7 @@ import pytest
 from jaxattn import gdn, gqa, kda, mla, moe
 from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper
 from jaxattn.core.numerics.fp8_block_scaling import quantize
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
+from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_segments
 from tests.helpers import every_kernel
 from tests.helpers.every_kernel import on_hopper
 

@@ -107,3 +107,15 @@ class PromptLines:
     def valid(self) -> Bool[Array, "L T"]:
         """Whether each token is not padding."""
         return jnp.arange(self.tokens) < self.query_lens[:, None]
+
+    def places(self, tokens: int) -> tuple[Int[Array, "N"], Int[Array, "N"]]:
+        """(the index of each token in its row's piece, its row) of a flat list of N tokens.
+
+        A token behind the lines counts as the first one of row 0.
+        """
+        begins = self.begins[:, None] + jnp.arange(self.tokens)
+        rows = jnp.minimum(self.rows, len(self.last) - 1)[:, None]
+        more = tokens - begins.size
+        flat = (begins, jnp.broadcast_to(rows, begins.shape))
+        first, second = (jnp.pad(each.reshape(-1), (0, more)) for each in flat)
+        return first, second

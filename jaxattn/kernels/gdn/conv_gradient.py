@@ -14,7 +14,7 @@ CTA's first tokens. CTAs write their sums of taps, which XLA adds up in a fixed 
 
 Limits: bfloat16 or float16; 4 taps; parts of a multiple of 128 columns; 4,194,240 tokens. XLA
 computes the rest.
-Reference: `jaxattn.ops.gdn.causal_conv1d`; tests: tests/ops/gdn/test_conv.py.
+Reference: `jaxattn.ops.gdn.packed_conv1d`; tests: tests/ops/gdn/test_packed_conv1d.py.
 """
 
 import functools
@@ -35,7 +35,9 @@ from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
-TOKENS, TOGETHER = 64, 4  # tokens of a CTA, and those that are loaded ahead together
+TOKENS, STEP = 64, 8  # tokens of a CTA, and those of a copy to shared memory
+STEPS, STAGES, UNROLLED = TOKENS // STEP, 4, 4
+COPIED = 8  # tokens whose gradient is passed on together
 MOST_TOKENS = 65535 * TOKENS  # the most CTAs on CUDA's second axis
 
 
@@ -80,6 +82,10 @@ def conv_gradient(
                 "position": position},
         outputs={"of_x": jax.ShapeDtypeStruct(x.shape, x.dtype),
                  "of_taps": jax.ShapeDtypeStruct((blocks, TAPS, channels), jnp.float32)},
+        scratch={"x_smem": plgpu.SMEM((STAGES, STEP, vector * THREADS), x.dtype),
+                 "of_y_smem": plgpu.SMEM((STAGES, STEP, vector * THREADS), x.dtype),
+                 "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+                 "read": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)},
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
@@ -91,7 +97,17 @@ def conv_gradient(
 
 
 def gradient_of_tokens(
-    vector: int, x: Any, of_parts: Any, taps: Any, position: Any, of_x: Any, of_taps: Any
+    vector: int,
+    x: Any,
+    of_parts: Any,
+    taps: Any,
+    position: Any,
+    of_x: Any,
+    of_taps: Any,
+    x_smem: Any,
+    of_y_smem: Any,
+    loaded: Any,
+    read: Any,
 ) -> None:
     width, (tokens, _) = vector * THREADS, x.shape
     column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
@@ -99,76 +115,127 @@ def gradient_of_tokens(
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     ends = list(accumulate(part.shape[1] for part in of_parts))
 
-    def read(ref: Any, row: Any, columns: Any = here) -> jax.Array:
+    def load(ref: Any, row: Any, columns: Any = here) -> jax.Array:
         return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
 
-    def read_gradients(rows: list[Any]) -> Any:
-        def read_part(ref: Any, end: int) -> tuple[jax.Array, ...]:
+    def with_gradients(use: Any) -> Any:
+        """Calls `use(part, its columns here)` with the gradient of the part that has them."""
+
+        def of_part(ref: Any, end: int) -> Any:
             own = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
-            return tuple(read(ref, row, own) for row in rows)
+            return use(ref, own)
 
         number = sum((column >= end).astype(jnp.int32) for end in ends[:-1])
-        branches = [
-            functools.partial(read_part, *pair) for pair in zip(of_parts, ends, strict=True)
-        ]
+        branches = [functools.partial(of_part, *pair) for pair in zip(of_parts, ends, strict=True)]
         return lax.switch(number, branches) if len(branches) > 1 else branches[0]()
-
-    def where(condition: Any, numbers: jax.Array) -> jax.Array:
-        given = lax.broadcast_in_dim(condition, (width,), ())
-        return lax.select_n(given, jnp.zeros_like(numbers), numbers)
-
-    def rows_of(turn: Any) -> list[Any]:
-        return [first + turn * TOGETHER + i for i in range(TOGETHER)]
 
     @pl.when(column >= taps.shape[1])
     def _copy() -> None:
-        def some(turn: Any, _: Any) -> None:
-            rows = rows_of(turn)
-            for row, numbers in zip(rows, read_gradients(rows), strict=True):
+        @pl.loop(0, TOKENS // COPIED)
+        def _(turn: Any) -> None:
+            rows = [first + turn * COPIED + i for i in range(COPIED)]
+            given = with_gradients(lambda ref, own: tuple(load(ref, row, own) for row in rows))
+            for row, numbers in zip(rows, given, strict=True):
                 of_x.at[row, here][...] = numbers
-
-        lax.fori_loop(0, TOKENS // TOGETHER, some, None)
 
     @pl.when(column < taps.shape[1])
     def _convolve() -> None:
         wide = lambda numbers: numbers.astype(jnp.float32)  # noqa: E731
-        factors = [read(taps, j) for j in range(TAPS)]
+        factors = [load(taps, j) for j in range(TAPS)]
         nothing = plgpu.layout_cast(jnp.zeros((width,), jnp.float32), layout)
 
-        def one(place: Any, inputs: Any, of_y: Any, carry: Any) -> tuple[Any, jax.Array]:
-            """Returns the next carry, and of_x of the token three before."""
+        def copy(turn: Any) -> None:
+            slot, rows = lax.rem(turn, jnp.int32(STAGES)), pl.ds(first + turn * STEP, STEP)
+            plgpu.copy_gmem_to_smem(x.at[rows, here], x_smem.at[slot], loaded.at[slot])
+
+            def copy_gradients(ref: Any, own: Any) -> None:
+                plgpu.copy_gmem_to_smem(ref.at[rows, own], of_y_smem.at[slot], loaded.at[slot])
+
+            with_gradients(copy_gradients)
+
+        def where(condition: Any, numbers: jax.Array) -> jax.Array:
+            return lax.select_n(lax.broadcast_in_dim(condition, (width,), ()), nothing, numbers)
+
+        def one(inputs: Any, of_y: Any, carry: Any, place: Any = None) -> tuple[Any, jax.Array]:
+            """Returns the next carry, and of_x of the token three before.
+
+            Without `place`, the three tokens before are of the same sequence.
+            """
             before, waiting, sums = carry
             inputs = [*before, wide(inputs)]
-            met = [place >= TAPS - 1 - j for j in range(TAPS - 1)]
-            seen = [where(*pair) for pair in zip(met, inputs[:-1], strict=True)] + inputs[-1:]
+
+            def of_sequence(numbers: list[jax.Array]) -> list[jax.Array]:
+                if place is None:
+                    return numbers
+                met = (place >= TAPS - 1 - j for j in range(TAPS - 1))
+                return [where(*pair) for pair in zip(met, numbers, strict=True)]
+
+            seen = of_sequence(inputs[:-1]) + inputs[-1:]
             total = factors[0] * seen[0]
             for j in range(1, TAPS):
                 total += factors[j] * seen[j]
             given = wide(of_y) * sigmoid_and_slope(total)[1]
-            back = [where(met[j], factors[j] * given) for j in range(TAPS - 1)]
+            back = of_sequence([factors[j] * given for j in range(TAPS - 1)])
             done, *waiting = [a + b for a, b in zip(waiting, back, strict=True)]
             sums = [a + given * b for a, b in zip(sums, seen, strict=True)]
             return (inputs[1:], [*waiting, factors[-1] * given], sums), done
 
-        def some(turn: Any, carry: Any, unwritten: int = 0) -> Any:
-            rows = rows_of(turn)
-            read_now = zip([read(x, row) for row in rows], read_gradients(rows), strict=True)
-            for i, (row, (inputs, of_y)) in enumerate(zip(rows, read_now, strict=True)):
-                carry, done = one(position[row], inputs, of_y, carry)
-                if i >= unwritten:
-                    of_x.at[row - (TAPS - 1), here][...] = done.astype(of_x.dtype)
+        def some(turn: Any, carry: Any, unwritten: int, masked: bool) -> Any:
+            slot = lax.rem(turn, jnp.int32(STAGES))
+
+            def rows(group: Any, carry: Any, unwritten: int = 0) -> Any:
+                for i in range(UNROLLED):
+                    at = group * UNROLLED + i
+                    row = first + turn * STEP + at
+                    inputs, of_y = (
+                        load(ref.at[slot], at, slice(None)) for ref in (x_smem, of_y_smem)
+                    )
+                    carry, done = one(inputs, of_y, carry, position[row] if masked else None)
+                    if i >= unwritten:
+                        of_x.at[row - (TAPS - 1), here][...] = done.astype(of_x.dtype)
+                return carry
+
+            start = 1 if unwritten else 0
+            if unwritten:
+                carry = rows(0, carry, unwritten)
+            return lax.fori_loop(start, STEP // UNROLLED, rows, carry)
+
+        def step(turn: Any, carry: Any, unwritten: int = 0) -> Any:
+            place, carry = carry
+            following = position[first + jnp.minimum(turn + 2, STEPS) * STEP - 1]
+            plgpu.barrier_wait(loaded.at[lax.rem(turn, jnp.int32(STAGES))])
+            carry = lax.cond(
+                place >= STEP - 1 + TAPS - 1,
+                lambda: some(turn, carry, unwritten, masked=False),
+                lambda: some(turn, carry, unwritten, masked=True),
+            )
+            plgpu.barrier_arrive(read.at[lax.rem(turn, jnp.int32(STAGES))])
+            return following, carry
+
+        for turn in range(min(STAGES, STEPS)):
+            copy(jnp.int32(turn))
+        before = [wide(load(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
+        carry = position[first + STEP - 1], (before, [nothing] * (TAPS - 1), [nothing] * TAPS)
+        # The rows before belong to another CTA.
+        carry = step(jnp.int32(0), carry, unwritten=TAPS - 1)
+
+        def refill(turn: Any, carry: Any) -> Any:
+            carry = step(turn, carry)
+            plgpu.barrier_wait(read.at[lax.rem(turn - 1, jnp.int32(STAGES))])
+
+            @pl.when(turn - 1 + STAGES < STEPS)
+            def _() -> None:
+                copy(turn - 1 + STAGES)
+
             return carry
 
-        before = [wide(read(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
-        carry = before, [nothing] * (TAPS - 1), [nothing] * TAPS
-        # The rows before belong to another CTA.
-        carry = some(0, carry, unwritten=TAPS - 1)
-        carry = lax.fori_loop(1, TOKENS // TOGETHER, some, carry)
+        _, carry = lax.fori_loop(1, STEPS, refill, carry)
+        plgpu.barrier_wait(read.at[(STEPS - 1) % STAGES])
         for j, numbers in enumerate(carry[2]):
             of_taps.at[lax.axis_index("block"), j, here][...] = numbers
         for i in range(TAPS - 1):
             row = jnp.minimum(first + TOKENS + i, tokens - 1)
             place = jnp.where(first + TOKENS < tokens, position[row], 0)
-            (of_y,) = read_gradients([row])
-            carry, done = one(place, read(x, row), of_y, carry)
+            of_y = with_gradients(lambda ref, own, row=row: load(ref, row, own))
+            carry, done = one(load(x, row), of_y, carry, place)
             of_x.at[first + TOKENS + i - (TAPS - 1), here][...] = done.astype(of_x.dtype)

@@ -10,9 +10,13 @@ def silu(x: jax.Array) -> jax.Array:
     return x / (1.0 + jnp.exp(-x))
 
 
-def sigmoid_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (the sigmoid of float32 numbers, the derivative of SiLU there), without a division,
-    which takes many instructions."""
+def sigmoid(x: jax.Array) -> jax.Array:
+    """Returns the sigmoid of float32 numbers without a division, which takes many instructions."""
     root = lax.rsqrt(1 + jnp.exp(-x))
-    opened = root * root
+    return root * root
+
+
+def sigmoid_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (the sigmoid of float32 numbers, the derivative of SiLU there)."""
+    opened = sigmoid(x)
     return opened, opened * (1 + x * (1 - opened))

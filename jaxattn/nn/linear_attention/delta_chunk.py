@@ -1,16 +1,24 @@
 """A chunk of each row's prompt, with its convolution and its gates."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.cache.state_pool import state_read, state_write
+from jaxattn.core.dispatch import Implementation
 from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
+from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_pieces
+
+# How a chunk is convolved in XLA, (the index of each token in its row's piece, its row), and the
+# last inputs of each row.
+type _Convolution = tuple[Callable[[], Array], tuple[Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,35 +81,62 @@ class DeltaChunk:
 
     def convolve(
         self,
-        inputs: Float[Array, "B T Dc"],
+        inputs: Float[Array, "B T C"],
         taps: Float[Array, "Dc W"],
         conv_state: Float[Array, "*L Z W-1 Dc"],
-    ) -> tuple[Float[Array, "B T Dc"], Array]:
-        """The causal convolution with SiLU, and the pool with each row's last inputs."""
+        widths: tuple[int, ...],
+        implementation: Implementation | None,
+    ) -> tuple[tuple[Float[Array, "B T _"], ...], Array]:
+        """The causal convolution with SiLU, and the pool with each row's last inputs.
+
+        Args:
+            inputs: the first Dc columns are convolved.
+            widths: number of columns of each convolved array, Dc in all.
+        """
         # Slot -1 reads as zeros, the start of a fresh row.
         read_slots = jnp.where(self.starts_row, -1, self.slots)
         previous_inputs = state_read(conv_state, read_slots, layer=self.layer).astype(inputs.dtype)
-        if self.lines is not None:
-            return self._convolve_lines(inputs, taps, previous_inputs, conv_state)
-        with jax.named_scope("last_inputs"):
-            window = jnp.concatenate([previous_inputs, inputs], axis=1)
-            # The last inputs of the row, not those of the padded chunk.
-            last = self.query_lens[:, None] + jnp.arange(taps.shape[1] - 1)
-            last_inputs = jnp.take_along_axis(window, last[:, :, None], axis=1)
-        mixed, _ = causal_conv1d(inputs, taps, initial_state=previous_inputs)
-        return mixed, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
+        of_chunk = self._of_rows if self.lines is None else self._of_lines
+        reference, places, last_inputs = of_chunk(inputs, taps, previous_inputs)
+        parts = causal_conv1d_of_pieces(
+            inputs,
+            taps,
+            previous_inputs,
+            *places,
+            widths,
+            lambda: tuple(jnp.split(reference(), np.cumsum(widths)[:-1], axis=-1)),
+            implementation="xla" if implementation == "xla" else None,
+        )
+        return parts, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
 
-    def _convolve_lines(
-        self, inputs: Array, taps: Array, previous_inputs: Array, conv_state: Array
-    ) -> tuple[Array, Array]:
-        """Convolves lines; each continues from the line before, unless it is its row's first."""
-        lines, history_len = self.lines, taps.shape[1] - 1
+    def _of_rows(self, inputs: Array, taps: Array, previous_inputs: Array) -> _Convolution:
+        channels, history_len = len(taps), taps.shape[1] - 1
+        with jax.named_scope("last_inputs"):
+            # The last inputs of the row, not those of the padded chunk.
+            at = self.query_lens[:, None] + jnp.arange(history_len) - history_len
+            new = jnp.take_along_axis(inputs, jnp.maximum(at, 0)[..., None], axis=1)
+            old = jnp.clip(at + history_len, 0, history_len - 1)[..., None]
+            history = jnp.take_along_axis(previous_inputs, old, axis=1)
+            last_inputs = jnp.where((at < 0)[..., None], history, new[..., :channels])
+
+        def reference() -> Array:
+            return causal_conv1d(inputs[..., :channels], taps, initial_state=previous_inputs)[0]
+
+        rows, tokens = (jnp.arange(n, dtype=jnp.int32) for n in inputs.shape[:2])
+        places = jnp.broadcast_arrays(tokens, rows[:, None])
+        return reference, (places[0], places[1]), last_inputs
+
+    def _of_lines(self, inputs: Array, taps: Array, previous_inputs: Array) -> _Convolution:
+        lines, (channels, width) = self.lines, taps.shape
+        history_len = width - 1
         assert lines is not None
         line_inputs, _ = lines.split(inputs)
         with jax.named_scope("last_inputs"):
+            # Each line continues from the line before, unless it is its row's first.
             line_history = previous_inputs.at[lines.rows].get(mode="clip")
             if not lines.one_each:
-                ends = jnp.pad(line_inputs[:-1, -history_len:], ((1, 0), (0, 0), (0, 0)))
+                ends = line_inputs[:-1, -history_len:, :channels]
+                ends = jnp.pad(ends, ((1, 0), (0, 0), (0, 0)))
                 line_history = jnp.where((lines.begins > 0)[:, None, None], ends, line_history)
             # The last inputs of the row's last line, not those of its padding.
             last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
@@ -117,11 +152,17 @@ class DeltaChunk:
                 axis=1,
             )
             new_inputs = line_inputs[line[:, None], jnp.maximum(input_positions, 0)]
-            last_inputs = jnp.where((input_positions < 0)[..., None], history_inputs, new_inputs)
-        mixed, _ = causal_conv1d(line_inputs, taps, initial_state=line_history)
-        mixed = mixed.reshape(1, -1, mixed.shape[-1])
-        mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
-        return mixed, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
+            last_inputs = jnp.where(
+                (input_positions < 0)[..., None], history_inputs, new_inputs[..., :channels]
+            )
+
+        def reference() -> Array:
+            of_lines = line_inputs[..., :channels]
+            mixed, _ = causal_conv1d(of_lines, taps, initial_state=line_history)
+            mixed = mixed.reshape(1, -1, mixed.shape[-1])
+            return jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
+
+        return reference, lines.places(inputs.shape[1]), last_inputs
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
         """Gates with no decay and no update at padding, which keep the state of its row."""

@@ -28,8 +28,8 @@ from jaxattn.nn.linear_attention.delta_chunk import DeltaChunk
 from jaxattn.nn.linear_attention.state_checks import check_lengths, check_pools
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.attention.segments import SegmentBounds
-from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
+from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 
@@ -40,7 +40,7 @@ SAVED_NAME = "delta_out"
 class DeltaProjections(NamedTuple):
     """The projections of a layer's input. Dc is the number of channels of its convolution."""
 
-    mixed: Float[Array, "B T Dc"]  # q | k | v before the convolution; see `_split` for what follows
+    mixed: Float[Array, "B T C"]  # q | k | v before the convolution, in the first Dc columns
     decays: Float[Array, "B T _"]  # the input of the layer's gates
     beta: Float[Array, "B T Hv"]  # before the sigmoid
     gate: Float[Array, "B T _"]  # of the output, in the last Hv * Dv columns
@@ -82,13 +82,8 @@ class DeltaLayer(nnx.Module):
         return self._projected(x), {}
 
     @abc.abstractmethod
-    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        """Splits the projections into their parts.
-
-        Args:
-            packed: whether the gate may be a whole projection, of which a kernel reads its columns.
-                Otherwise `mixed` ends with the gate's columns if one projection has both.
-        """
+    def _split(self, projected: tuple[Array, ...]) -> DeltaProjections:
+        """Splits the projections into their parts."""
 
     @abc.abstractmethod
     def _advance(
@@ -140,7 +135,7 @@ class DeltaLayer(nnx.Module):
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
         x, is_nan = bounds.isolated(x, self.dtype)
         # One cast of x, so that the gradients of its products are summed in this dtype.
-        projections = self._split(self._projected(x.astype(self.dtype)), packed=False)
+        projections = self._split(self._projected(x.astype(self.dtype)))
         g, beta = self._gates(projections)
         q, k, v, gate = self._convolved(projections.mixed, bounds)
         gate = projections.gate if gate is None else gate
@@ -162,15 +157,18 @@ class DeltaLayer(nnx.Module):
         Each is a separate array, and so is its gradient, because XLA concatenates such gradients
         slowly.
         """
-        taps = self.conv1d[...]
-        convolved = jax.ShapeDtypeStruct((*mixed.shape[:2], len(taps)), mixed.dtype)
-        heads = [each.shape for each in jax.eval_shape(self._split_heads, convolved)]
+        taps, heads = self.conv1d[...], self._head_shapes(mixed)
         widths = [math.prod(shape[2:]) for shape in heads]
         if more := mixed.shape[2] - len(taps):
             widths.append(more)
         parts = causal_conv1d_of_segments(mixed, taps, bounds.first, tuple(widths))
         q, k, v = (part.reshape(shape) for part, shape in zip(parts, heads, strict=False))
         return q, k, v, parts[3] if more else None
+
+    def _head_shapes(self, mixed: Array) -> list[tuple[int, ...]]:
+        """The shapes of q, k and v, split into heads, for the projections of some tokens."""
+        convolved = jax.ShapeDtypeStruct((*mixed.shape[:2], len(self.conv1d)), mixed.dtype)
+        return [each.shape for each in jax.eval_shape(self._split_heads, convolved)]
 
     def prefill(
         self,
@@ -225,8 +223,12 @@ class DeltaLayer(nnx.Module):
     ) -> tuple[Array, Array, Array]:
         """(the input of out_proj, the pools) for a chunk, after its projections."""
         projections = self._split(projected)
-        mixed, conv_state = chunk.convolve(projections.mixed, self.conv1d[...], conv_state)
-        q, k, v = self._split_heads(mixed)
+        heads = self._head_shapes(projections.mixed)
+        widths = tuple(math.prod(shape[2:]) for shape in heads)
+        parts, conv_state = chunk.convolve(
+            projections.mixed, self.conv1d[...], conv_state, widths, implementation
+        )
+        q, k, v = (part.reshape(shape) for part, shape in zip(parts, heads, strict=True))
         y, ssm_state = type(self).prefill_rule(
             q,
             k,

@@ -140,11 +140,10 @@ class GatedDeltaNet(DeltaLayer):
         with jax.named_scope("gdn_in_proj"):
             return linears(x, self.in_proj_qkvz, self.in_proj_ba)
 
-    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
+    def _split(self, projected: tuple[Array, ...]) -> DeltaProjections:
         qkvz, ba = projected
         b, a = jnp.split(ba[..., : 2 * self.num_v_heads], 2, axis=-1)
-        mixed = qkvz[..., : self.conv_dim] if packed else qkvz
-        return DeltaProjections(mixed, a, b, qkvz)
+        return DeltaProjections(qkvz, a, b, qkvz)
 
     def _gates(self, projections: DeltaProjections) -> tuple[Array, Array]:
         return gdn.gdn_gates(

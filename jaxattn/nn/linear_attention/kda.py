@@ -137,8 +137,7 @@ class KimiDeltaAttention(DeltaLayer):
                 f, gate = linears(fg, self.f_b_proj, self.g_b_proj, split=True)
             return qkv.astype(self.dtype), f, b, gate.astype(self.dtype)
 
-    def _split(self, projected: tuple[Array, ...], *, packed: bool = True) -> DeltaProjections:
-        del packed  # each projection is a separate array
+    def _split(self, projected: tuple[Array, ...]) -> DeltaProjections:
         return DeltaProjections(*projected)
 
     def _gates(self, projections: DeltaProjections) -> tuple[Array, Array]:

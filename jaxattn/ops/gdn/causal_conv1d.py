@@ -8,10 +8,6 @@ with the layer's index as an operand. Slot -1 marks a padding row, for which the
 nothing.
 """
 
-from functools import partial
-from itertools import accumulate
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,12 +23,9 @@ from jaxattn.core.cache.state_pool import (
     state_write,
     write_slots,
 )
-from jaxattn.core.dispatch import Refusal, warn_of_gradient, with_gradient_of
-from jaxattn.core.numerics.rounding_barrier import rounded
-from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
-from jaxattn.core.validation.varying_axes import match_varying_axes, refuse_explicit_axes
-from jaxattn.kernels.gdn.conv_gradient import conv_gradient
+from jaxattn.core.validation.varying_axes import refuse_explicit_axes
+from jaxattn.ops.gdn.conv_taps import activated, shifted_inputs, weighted_sum
 
 LONG = 64  # tokens from which on a row's inputs are not concatenated to its state
 
@@ -103,106 +96,6 @@ def causal_conv1d(
     return y, final.astype(initial.dtype) if output_final_state else None
 
 
-def causal_conv1d_of_segments(
-    x: Float[Array, "B T C"],
-    weight: Float[Array, "Dc W"],
-    first: Int[Array, "#B T"] | None,
-    widths: tuple[int, ...],
-) -> tuple[Float[Array, "B T _"], ...]:
-    """`causal_conv1d` with SiLU for rows that hold one or several sequences, each from zeros.
-
-    The function is differentiable in reverse mode only. The backward pass reads x once and writes
-    the gradient of all its columns at once.
-
-    Args:
-        x: The input. Its first Dc columns are convolved; the others are returned unchanged.
-        first: The first token of each token's sequence, as in `SegmentBounds`. None means token 0.
-        widths: Number of columns of each returned array, C in all. If C > Dc, one of the arrays
-            must begin at column Dc.
-    """
-    with jax.named_scope("causal_conv1d"):
-        position = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        if first is not None:
-            position = position - first
-        return _differentiable(*match_varying_axes((x, weight), position), position, widths)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _convolved(
-    x: Array, weight: Array, position: Array, widths: tuple[int, ...]
-) -> tuple[Array, ...]:
-    def part(begin: int, end: int) -> Array:
-        columns, own = x[..., begin:end], weight[begin:end]
-        if not len(own):
-            return columns
-        taps = _taps_of_sequences(columns, position, weight.shape[1])
-        return _activate(_weigh(taps, own), None, "silu").astype(x.dtype)
-
-    return tuple(
-        part(end - width, end) for end, width in zip(accumulate(widths), widths, strict=True)
-    )
-
-
-def _convolved_fwd(
-    x: Array, weight: Array, position: Array, widths: tuple[int, ...]
-) -> tuple[tuple[Array, ...], Any]:
-    return _convolved(x, weight, position, widths), (x, weight, position)
-
-
-def _convolved_bwd(
-    widths: tuple[int, ...], residuals: tuple[Array, ...], of_parts: tuple[Array, ...]
-) -> tuple[Array, Array, None]:
-    x, weight, position = residuals
-    try:
-        of_x, of_taps = _gradient_by_kernel(x, weight, position, of_parts)
-    except Refusal as refusal:
-        if x.size:
-            warn_of_gradient(str(refusal))
-        of_x, of_taps = _gradient_of_taps(x, weight, position, of_parts)
-    return of_x, of_taps.T.astype(weight.dtype), None
-
-
-def _kernel_of_taps(
-    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
-) -> tuple[Array, Array]:
-    places = jnp.broadcast_to(position, x.shape[:2]).reshape(-1)
-    flat, *of_flat = (each.reshape(-1, each.shape[2]) for each in (x, *of_parts))
-    of_x, of_taps = conv_gradient(flat, of_flat, weight.T, places)
-    return of_x.reshape(x.shape), of_taps
-
-
-def _gradient_of_taps(
-    x: Array, weight: Array, position: Array, of_parts: tuple[Array, ...]
-) -> tuple[Array, Array]:
-    """Computes `conv_gradient` in XLA: of_x [B, T, C] and of_taps [W, Dc]."""
-    (channels, width), of_y = weight.shape, jnp.concatenate(of_parts, axis=-1)
-    taps = _taps_of_sequences(x[..., :channels], position, width)
-    _, through_silu = jax.vjp(jax.nn.silu, _weigh(taps, weight))
-    (of_total,) = through_silu(of_y[..., :channels].astype(jnp.float32))
-    # Materialized once: XLA would recompute it in each kernel that reads it, or write float32.
-    of_total = rounded(of_total, x.dtype)
-    wide = of_total.astype(jnp.float32)
-    of_taps = jnp.stack([(wide * tap.astype(jnp.float32)).sum((0, 1)) for tap in taps])
-
-    def of_token_before(back: int) -> Array:
-        met = jnp.where((position >= back)[..., None], of_total, 0)
-        return jnp.pad(met, ((0, 0), (0, back), (0, 0)))[:, back:]
-
-    of_x = _weigh([of_token_before(back) for back in reversed(range(width))], weight)
-    return jnp.concatenate([of_x.astype(x.dtype), of_y[..., channels:]], axis=-1), of_taps
-
-
-_gradient_by_kernel = with_gradient_of(
-    _gradient_of_taps,
-    _kernel_of_taps,
-    because="causal_conv1d: the gradient kernel has no gradient of its own",
-)
-_convolved.defvjp(_convolved_fwd, _convolved_bwd)
-_differentiable = in_reverse_mode_only(
-    "causal_conv1d_of_segments", _convolved, instead="causal_conv1d"
-)
-
-
 def causal_conv1d_update(
     x: Float[Array, "B S Dc"],
     weight: Float[Array, "Dc W"],
@@ -266,7 +159,7 @@ def _conv_rows(
         taps = [window[:, j : j + length] for j in range(width)]
     else:
         taps = [_inputs_before(inputs, initial, width - 1 - j) for j in range(width)]
-    y = _activate(_weigh(taps, weight), bias, activation)
+    y = activated(weighted_sum(taps, weight), bias, activation)
     return y.astype(x.dtype), window
 
 
@@ -310,17 +203,17 @@ def _conv_packed(
     # Masked before the arithmetic, so that a NaN in the padding reaches no gradient either.
     tokens = jnp.where(real, x[0], 0)
 
-    total = _weigh(_taps_of_sequences(tokens[None], position[None], width), weight)[0]
+    total = weighted_sum(shifted_inputs(tokens[None], position[None], width), weight)[0]
 
     row = jnp.arange(width - 1, dtype=cu_seqlens.dtype)
     if not from_zeros:
         head = jnp.pad(initial, ((0, 0), (0, width - 1), (0, 0)))
-        from_state = _weigh([head[:, j : j + width - 1] for j in range(width)], weight)
+        from_state = weighted_sum([head[:, j : j + width - 1] for j in range(width)], weight)
         target = starts[:, None] + row
         unused = length + jnp.arange(target.size, dtype=target.dtype).reshape(target.shape)
         target = jnp.where(target < ends[:, None], target, unused)
         total = total.at[target].add(from_state, mode="drop", unique_indices=True)
-    y = jnp.where(real, _activate(total, bias, activation), 0)
+    y = jnp.where(real, activated(total, bias, activation), 0)
 
     # Row i of the final state is input `len - (W - 1) + i` of the sequence. If that is negative, it
     # is row `len + i` of the initial state.
@@ -330,32 +223,6 @@ def _conv_packed(
     dtype = jnp.promote_types(x.dtype, initial.dtype)
     is_old = (source < width - 1)[:, :, None]
     return y.astype(x.dtype)[None], jnp.where(is_old, old.astype(dtype), new.astype(dtype))
-
-
-def _taps_of_sequences(x: Array, position: Array, width: int) -> list[Array]:
-    """Returns W shifted copies of x [B, T, Dc], the input W - 1 to 0 tokens before each token.
-
-    The copies are zero before a token's sequence, in which the token has the position [B, T].
-    """
-
-    def before(back: int) -> Array:
-        shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]
-        return jnp.where((position >= back)[..., None], shifted, 0)
-
-    return [before(back) for back in reversed(range(width))]
-
-
-def _weigh(taps: list[Array], weight: Array) -> Array:
-    return sum(
-        (tap.astype(jnp.float32) * weight[:, j].astype(jnp.float32) for j, tap in enumerate(taps)),
-        start=jnp.zeros((), jnp.float32),
-    )
-
-
-def _activate(total: Array, bias: Array | None, activation: str | None) -> Array:
-    if bias is not None:
-        total = total + bias.astype(jnp.float32)
-    return jax.nn.silu(total) if activation == "silu" else total
 
 
 def _check_conv(

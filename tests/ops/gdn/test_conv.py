@@ -1,17 +1,11 @@
 """The causal convolution against loops over tokens and taps in float64."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxattn import gdn
-from jaxattn.kernels.gdn.conv_gradient import conv_gradient
-from jaxattn.ops.gdn.causal_conv1d import _gradient_of_taps, causal_conv1d_of_segments
-from tests.helpers.at_once import at_once
-from tests.helpers.kernel_cases import relative
 
 STATIC = ("activation", "output_final_state")
 conv = jax.jit(gdn.causal_conv1d, static_argnames=STATIC)
@@ -234,52 +228,3 @@ def test_update_errors_name_the_argument_and_the_shape():
     refused(r"state_indices .*\[0\] more than once", slots=np.array([0, 0]))
     refused(r"state_indices .*\[-1, 3\)", slots=np.array([0, 3]))
     refused(r"state_indices must be integers", TypeError, slots=np.array([0.0, 1.0]))
-
-
-@pytest.mark.parametrize("ends", [None, [0, 1, 6, 11]])
-@pytest.mark.parametrize("dtype, most", [(np.float32, 1e-6), (jnp.bfloat16, 4e-3)])
-def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
-    x, weight, _ = (jnp.asarray(each) for each in make(1, 11))
-    given = x.astype(dtype), weight.astype(dtype)
-    first = None if ends is None else jnp.repeat(jnp.array(ends[:-1]), jnp.diff(jnp.array(ends)))
-    offsets = None if ends is None else jnp.array(ends, jnp.int32)
-    of_y = jnp.asarray(np.random.default_rng(7).standard_normal(x.shape), dtype)
-
-    def gradients(op, operands):
-        y, pull = jax.vjp(op, *operands)
-        return y, *pull(of_y.astype(y.dtype))
-
-    def by_hand(x, w):
-        starts = None if first is None else first[None]
-        return jnp.concatenate(causal_conv1d_of_segments(x, w[:4], starts, (3, 1, 2)), axis=-1)
-
-    def op(x, w):
-        y, _ = gdn.causal_conv1d(x[..., :4], w[:4], cu_seqlens=offsets)
-        return jnp.concatenate([y, x[..., 4:]], axis=-1)
-
-    wide = tuple(each.astype(jnp.float32) for each in given)
-    found, expected = (at_once(gradients, *each) for each in ((by_hand, given), (op, wide)))
-    for got, wanted in zip(found, expected, strict=True):
-        assert got.dtype == dtype and relative(got, wanted) < most
-
-
-@pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("widths", [(128, 256, 128), (256, 256)])
-def test_the_kernel_of_the_gradient_computes_what_xla_does(widths, interpret):
-    """Sequences that end within a block, with it and behind it; one begins behind NaN."""
-    rng = np.random.default_rng(0)
-    lens, columns, channels = (2, 60, 2, 66, 20), sum(widths), sum(widths[:-1])
-    x, of_y = (rng.standard_normal((sum(lens), columns)) for _ in range(2))
-    taps = jnp.asarray(rng.standard_normal((channels, 4)), jnp.bfloat16)
-    position = jnp.concatenate([jnp.arange(n, dtype=jnp.int32) for n in lens])
-    x, of_y = (jnp.asarray(each, jnp.bfloat16) for each in (x, of_y))
-    of_parts = jnp.split(of_y, np.cumsum(widths)[:-1], axis=1)
-    kernel = jax.jit(functools.partial(conv_gradient, interpret=interpret))
-    of_x, of_taps = kernel(x, of_parts, taps.T, position)
-    wide = (each.astype(jnp.float32) for each in (x[None], taps))
-    wanted = jax.jit(_gradient_of_taps)(*wide, position[None], (of_y[None].astype(jnp.float32),))
-    assert relative(of_x, wanted[0][0]) < 2e-3 and relative(of_taps, wanted[1]) < 1e-5
-    np.testing.assert_array_equal(of_x[:, channels:], of_parts[-1])
-    spoiled, _ = kernel(x.at[61:64].set(jnp.nan), of_parts, taps.T, position)
-    np.testing.assert_array_equal(spoiled[64:], of_x[64:])
-    np.testing.assert_array_equal(spoiled[:58], of_x[:58])
