@@ -209,6 +209,30 @@ def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
     crew.close()
 
 
+def test_another_thread_waits_for_the_one_that_ends_the_process():
+    leaders, _ = pair()
+    begun, ended, messages = threading.Event(), threading.Event(), []
+
+    def end(message: str) -> None:
+        messages.append(message)
+        begun.set()
+        assert ended.wait(10)
+
+    crew = ProcessGroup(0, [leaders], link_timeout=60.0, step_timeout=60.0, end=end)
+    threads = [threading.Thread(target=crew.end_all, args=(name,)) for name in ("first", "later")]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    ended.set()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert messages == ["the process group ends: first"]
+    crew.close()
+
+
 def test_a_process_ends_also_where_nobody_reads_what_it_says():
     code = (
         "import sys; from jaxattn.engine.distributed.process_group import end_process; "

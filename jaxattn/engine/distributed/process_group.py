@@ -87,7 +87,7 @@ class ProcessGroup:
     ):
         self.rank, self.links = rank, list(links)
         self._link_timeout, self._step_timeout, self._end = link_timeout, step_timeout, end
-        self._closed = threading.Event()
+        self._closed, self._ending = threading.Event(), threading.RLock()
         # The time when the last step began, and its result; None before it is sent.
         self._last_step: tuple[float, Any] | None = None
         self._steps_begun, self._steps_sent = 0, 0  # steps
@@ -239,7 +239,11 @@ class ProcessGroup:
             self.end_all(str(error))
 
     def end_all(self, message: str) -> None:
-        """Ends all processes, including this one, with a message. Later calls have no effect."""
-        if not self._closed.is_set():
-            self.fail(message)
-            self._end(f"the process group ends: {message}")
+        """Ends all processes, including this one, with a message. Later calls have no effect.
+
+        A call in another thread waits for the first one, so that its own error is not printed too.
+        """
+        with self._ending:
+            if not self._closed.is_set():
+                self.fail(message)
+                self._end(f"the process group ends: {message}")

@@ -84,8 +84,7 @@ def conv_gradient(
                  "of_taps": jax.ShapeDtypeStruct((blocks, TAPS, channels), jnp.float32)},
         scratch={"x_smem": plgpu.SMEM((STAGES, STEP, vector * THREADS), x.dtype),
                  "of_y_smem": plgpu.SMEM((STAGES, STEP, vector * THREADS), x.dtype),
-                 "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-                 "read": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES)},
+                 "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)},
         warpgroups=None,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True,
@@ -107,7 +106,6 @@ def gradient_of_tokens(
     x_smem: Any,
     of_y_smem: Any,
     loaded: Any,
-    read: Any,
 ) -> None:
     width, (tokens, _) = vector * THREADS, x.shape
     column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
@@ -209,7 +207,12 @@ def gradient_of_tokens(
                 lambda: some(turn, carry, unwritten, masked=False),
                 lambda: some(turn, carry, unwritten, masked=True),
             )
-            plgpu.barrier_arrive(read.at[lax.rem(turn, jnp.int32(STAGES))])
+            plgpu.commit_smem()  # all threads have read the stage before TMA writes to it again
+
+            @pl.when(turn + STAGES < STEPS)
+            def _refill() -> None:
+                copy(turn + STAGES)
+
             return following, carry
 
         for turn in range(min(STAGES, STEPS)):
@@ -219,18 +222,7 @@ def gradient_of_tokens(
         # The rows before belong to another CTA.
         carry = step(jnp.int32(0), carry, unwritten=TAPS - 1)
 
-        def refill(turn: Any, carry: Any) -> Any:
-            carry = step(turn, carry)
-            plgpu.barrier_wait(read.at[lax.rem(turn - 1, jnp.int32(STAGES))])
-
-            @pl.when(turn - 1 + STAGES < STEPS)
-            def _() -> None:
-                copy(turn - 1 + STAGES)
-
-            return carry
-
-        _, carry = lax.fori_loop(1, STEPS, refill, carry)
-        plgpu.barrier_wait(read.at[(STEPS - 1) % STAGES])
+        _, carry = lax.fori_loop(1, STEPS, step, carry)
         for j, numbers in enumerate(carry[2]):
             of_taps.at[lax.axis_index("block"), j, here][...] = numbers
         for i in range(TAPS - 1):

@@ -16,7 +16,7 @@ from jaxattn.ops.gdn.packed_conv1d import (
     causal_conv1d_of_segments,
 )
 from tests.helpers.at_once import at_once
-from tests.helpers.kernel_cases import relative
+from tests.helpers.kernel_cases import no_races, relative
 from tests.ops.gdn.test_conv import make, oracle
 
 IN_BOTH = pytest.mark.parametrize("interpret", [True, pytest.param(False, marks=pytest.mark.gpu)])
@@ -53,7 +53,8 @@ def test_the_kernel_convolves_each_sequence_from_its_history(
     sequence = jnp.asarray(np.repeat(np.arange(len(lens)), lens), jnp.int32)
     history = (before, sequence) if with_history else None
     kernel = jax.jit(functools.partial(conv_forward, widths=widths, interpret=interpret))
-    found = kernel(x, taps, positions(lens), history=history)
+    with no_races(when=interpret):
+        found = jax.block_until_ready(kernel(x, taps, positions(lens), history=history))
     assert [each.shape for each in found] == [(sum(lens), width) for width in widths]
     begin, columns = 0, np.asarray(x)[:, :channels].astype(np.float64)
     weight = np.asarray(taps).astype(np.float64).T
@@ -154,7 +155,8 @@ def test_the_kernel_of_the_gradient_computes_what_xla_does(widths, interpret):
     x, of_y = (jnp.asarray(each, jnp.bfloat16) for each in (x, of_y))
     of_parts = jnp.split(of_y, np.cumsum(widths)[:-1], axis=1)
     kernel = jax.jit(functools.partial(conv_gradient, interpret=interpret))
-    of_x, of_taps = kernel(x, of_parts, taps.T, position)
+    with no_races(when=interpret):
+        of_x, of_taps = jax.block_until_ready(kernel(x, of_parts, taps.T, position))
     wide = (each.astype(jnp.float32) for each in (x[None], taps))
     wanted = jax.jit(_gradient_of_taps)(*wide, position[None], (of_y[None].astype(jnp.float32),))
     assert relative(of_x, wanted[0][0]) < 2e-3 and relative(of_taps, wanted[1]) < 1e-5
