@@ -210,7 +210,7 @@ def test_a_process_that_reads_no_more_while_it_is_sent_to_ends_the_others():
 
 
 def test_another_thread_waits_for_the_one_that_ends_the_process():
-    leaders, _ = pair()
+    leaders, others = pair()
     begun, ended, messages = threading.Event(), threading.Event(), []
 
     def end(message: str) -> None:
@@ -231,6 +231,7 @@ def test_another_thread_waits_for_the_one_that_ends_the_process():
         assert not thread.is_alive()
     assert messages == ["the process group ends: first"]
     crew.close()
+    others._connection.close()
 
 
 def test_a_process_ends_also_where_nobody_reads_what_it_says():
