@@ -439,8 +439,11 @@ class EngineLifecycle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # An error inside ends all processes of an engine with its message, which needs their links.
+        # `close` would tell the others that all is done.
+        if kind is None or not isinstance(self._runner, DriverRunner):
+            self.close()
 
     def _exclusive(
         self, method_name: str, *, nested: bool = False

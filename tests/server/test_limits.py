@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxattn.server.http import uvicorn_connection
 from jaxattn.server.http.errors import ApiError
 from jaxattn.server.runtime.admission import AdmissionControl
 from tests.helpers.live_server import live, objects, served
@@ -98,19 +99,41 @@ def test_a_body_that_does_not_arrive_is_408():
         assert server.quiet()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"], ids=["none", "half"])
-@pytest.mark.parametrize("served_before", [False, True])
+PING = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def pinged(connection):
+    connection.sendall(PING)
+    answer = b""
+    while not answer.endswith(b'{"status":"ready"}'):
+        received = connection.recv(10_000)
+        assert received, answer
+        answer += received
+
+
+@pytest.mark.parametrize(
+    ("sent", "served_before"), [(b"", False), (PING[:30], False), (PING[:30], True)]
+)
 def test_a_head_that_does_not_arrive_closes_its_connection(sent, served_before):
-    whole = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with live(served(ScriptedEngine), body_seconds=0.2) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=3) as connection:
             if served_before:
-                connection.sendall(whole)
-                answer = b""
-                while not answer.endswith(b'{"status":"ready"}'):
-                    answer += connection.recv(10_000)
+                pinged(connection)
             connection.sendall(sent)
             assert connection.recv(100) == b""
+
+
+def test_an_idle_connection_stays_open_for_the_next_request(monkeypatch):
+    """A client whose request meets the close of its connection gets no answer."""
+    assert uvicorn_connection.KEEP_ALIVE_SECONDS > 60  # the longest of clients and proxies
+    monkeypatch.setattr(uvicorn_connection, "KEEP_ALIVE_SECONDS", 1)
+    with live(served(ScriptedEngine), body_seconds=0.1) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            pinged(connection)
+            time.sleep(0.4)  # longer than a head may take
+            pinged(connection)
+            begin = time.monotonic()
+            assert connection.recv(100) == b"" and time.monotonic() - begin > 0.5
 
 
 def test_a_body_that_trickles_on_behind_its_answer_closes_its_connection():

@@ -18,6 +18,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from jaxattn.server.http.chunk_writer import CHUNKS, ChunkWriter
 from jaxattn.server.settings import ServerSettings
 
+# The time that an idle connection stays open. A client that sends a request just when its
+# connection is closed gets no answer, so this is longer than clients and proxies keep one: aiohttp
+# 15 s, nginx and load balancers 60 s. uvicorn's default is 5 s.
+KEEP_ALIVE_SECONDS = 75
+
 
 class UvicornConfig(uvicorn.Config):
     """uvicorn's configuration for this server.
@@ -39,6 +44,7 @@ class UvicornConfig(uvicorn.Config):
             log_level="critical",  # its warnings about broken requests are noise
             server_header=False,
             lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=close_seconds,
         )
         self.head_seconds = settings.body_seconds
@@ -69,12 +75,16 @@ class HttpConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         answered = self.cycle is None or self.cycle.response_complete
-        if self.conn.their_state is not h11.IDLE and not answered:
+        if self.conn.their_state is h11.IDLE:
+            if self._head_timer is None:  # a connection that was idle
+                self._await()
+        elif not answered:
             self._cancel()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+        begun = self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]
+        if begun or self.conn.their_state is h11.SEND_BODY:
             self._await()
 
     def connection_lost(self, exc: Exception | None) -> None:
