@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.validation.array_checks import check_features, check_sizes, finite
+from jaxattn.ops.linear.norm_branch import rms_norm_branch
 
 
 class RMSNorm(nnx.Module):
@@ -26,6 +27,24 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
         return rms_norm(x, self.weight[...], self.eps)
+
+    def branch(
+        self, x: Float[Array, "*T F"], gradient_dtype: DTypeLike | None = None
+    ) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
+        """Returns (x, the norm of x), for training a residual layer:
+
+            x, normed = norm.branch(x)
+            x = x + layer(normed)
+
+        The values are those of `norm(x)`. On a Hopper GPU a kernel computes the gradient of x by
+        both ways in one pass, in reverse mode only.
+
+        Args:
+            gradient_dtype: dtype to which the gradient of the norm is rounded before that kernel,
+                best the `dtype` of the layer, whose products give such gradients. None: float32.
+        """
+        check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
+        return rms_norm_branch(x, self.weight[...], eps=self.eps, gradient_dtype=gradient_dtype)
 
 
 class LayerNorm(nnx.Module):

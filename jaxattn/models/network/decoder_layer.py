@@ -37,10 +37,15 @@ class DecoderLayer(nnx.Module):
         """
         turned = takes_positions(self.mixer)
         given = {name: of for name, of in packed.items() if turned or name != "positions"}
-        y, handed_on = self.mixer_spec.whole(self.mixer, self.read(self.norm, x), given, handed_on)
+        x, normed = self.branch(self.norm, x)
+        y, handed_on = self.mixer_spec.whole(self.mixer, normed, given, handed_on)
         x = x + self.given(self.norm, y)
-        x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
-        return x, handed_on
+        x, normed = self.branch(self.mlp_norm, x)
+        return x + self.given(self.mlp_norm, self.mlp(normed)), handed_on
+
+    def branch(self, norm: RMSNorm, x: Array) -> tuple[Array, Array]:
+        """Returns (the stream, `read` of it), whose gradients one kernel can add up."""
+        return (x, self.read(norm, x)) if self.norms_after else norm.branch(x, self.dtype)
 
     def read(self, norm: RMSNorm, x: Array) -> Array:
         """Returns the input of a mixer or feed-forward, from the stream."""

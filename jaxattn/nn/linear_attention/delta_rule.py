@@ -17,7 +17,6 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layer_index import LayerIndex
-from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_features,
@@ -30,6 +29,7 @@ from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
+from jaxattn.ops.gdn.gated_norm import gated_norm_of_sequences
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
 
@@ -143,6 +143,7 @@ class DeltaLayer(nnx.Module):
         projections = self._split(self._projected(x.astype(self.dtype)), packed=False)
         g, beta = self._gates(projections)
         q, k, v, gate = self._convolved(projections.mixed, bounds)
+        projection = None if gate is None else projections.mixed
         gate = projections.gate if gate is None else gate
         if segment_ids is not None:
             assert bounds.first is not None  # always set with segment_ids
@@ -152,7 +153,9 @@ class DeltaLayer(nnx.Module):
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
         o = checkpoint_name(o, SAVED_NAME)
         weight, eps = self.norm.weight[...], self.norm.eps
-        normed = gated_rms_norm(o, gate, weight, eps, sigmoid=self.sigmoid_gate)
+        normed = gated_norm_of_sequences(
+            o, gate, weight, eps=eps, sigmoid=self.sigmoid_gate, projection=projection
+        )
         y = self._project_out(normed)
         return y if is_nan is None else jnp.where(is_nan[..., None], jnp.nan, y)
 
