@@ -29,22 +29,37 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps)
 
     def branch(
-        self, x: Float[Array, "*T F"], gradient_dtype: DTypeLike | None = None
-    ) -> tuple[Float[Array, "*T F"], Float[Array, "*T F"]]:
-        """Returns (x, the norm of x), for training a residual layer:
+        self,
+        x: Float[Array, "*T F"],
+        added: Float[Array, "*T F"] | None = None,
+        *,
+        readers: int = 1,
+        gradient_dtype: DTypeLike | None = None,
+    ) -> tuple[Float[Array, "*T F"], tuple[Float[Array, "*T F"], ...]]:
+        """Returns the stream `x + added` and copies of its norm, for training residual layers:
 
-            x, normed = norm.branch(x)
-            x = x + layer(normed)
+            x, normed = norm.branch(x, y, readers=layer.readers, gradient_dtype=layer.dtype)
+            y = layer(normed)
 
-        The values are those of `norm(x)`. On a Hopper GPU a kernel computes the gradient of x by
-        both ways in one pass, in reverse mode only.
+        On a Hopper GPU a kernel computes the gradients of x, `added` and the weight in one pass, in
+        reverse mode only. A layer whose products read different copies leaves their gradients to
+        that kernel.
 
         Args:
-            gradient_dtype: dtype to which the gradient of the norm is rounded before that kernel,
-                best the `dtype` of the layer, whose products give such gradients. None: float32.
+            added: the previous layer's output, in x's shape.
+            readers: the number of copies of the norm, at no cost of memory.
+            gradient_dtype: dtype to which that kernel and its caller round the gradients of the
+                copies and of `added`, best the dtype of the layer's products. None: no rounding.
         """
         check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
-        return rms_norm_branch(x, self.weight[...], eps=self.eps, gradient_dtype=gradient_dtype)
+        return rms_norm_branch(
+            x,
+            self.weight[...],
+            added=added,
+            eps=self.eps,
+            readers=readers,
+            gradient_dtype=gradient_dtype,
+        )
 
 
 class LayerNorm(nnx.Module):

@@ -15,7 +15,7 @@ two sums over a row take four shuffles each. A thread adds up its part of of_wei
 CTAs write these sums, which XLA adds up in a fixed order.
 
 Limits: heads of 128 dims; float32, bfloat16 or float16. XLA computes the rest.
-Reference: `jaxattn.core.numerics.rms_norm.gated_rms_norm`; tests: tests/ops/gdn/test_gated_norm.py.
+Reference: `jaxattn.ops.gdn.gated_norm`; tests: tests/ops/gdn/test_gated_norm.py.
 """
 
 import functools

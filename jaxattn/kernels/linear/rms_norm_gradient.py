@@ -17,7 +17,7 @@ A width that is an odd multiple of 64 ends with a window that repeats 64 feature
 `kernels/linear/rms_norm.py`.
 
 Limits: 128 to 7168 features, a multiple of 64; float32, bfloat16 or float16. XLA computes the rest.
-Reference: `jaxattn.core.numerics.rms_norm.rms_norm`; tests: tests/ops/test_norm_branch.py.
+Reference: `jaxattn.ops.linear.norm_branch`; tests: tests/ops/test_norm_branch.py.
 """
 
 import functools
@@ -116,8 +116,8 @@ def gradient_of_tokens(
             for window, layout in zip(windows, layouts, strict=True)
         ]
 
-    def total(refs: list[list[jax.Array]]) -> list[jax.Array]:
-        wide = [[part.astype(jnp.float32) for part in parts] for parts in refs]
+    def total(rows: list[list[jax.Array]]) -> list[jax.Array]:
+        wide = [[part.astype(jnp.float32) for part in parts] for parts in rows]
         return [functools.reduce(jnp.add, parts) for parts in zip(*wide, strict=True)]
 
     def mean(parts: list[jax.Array]) -> jax.Array:
@@ -125,7 +125,7 @@ def gradient_of_tokens(
         if len(parts) > 1:
             place = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=layouts[1])
             parts = [parts[0], jnp.where(place < HALF, 0.0, parts[1])]
-        return sum(jnp.sum(part) for part in parts) * (1 / features)
+        return functools.reduce(jnp.add, [jnp.sum(part) for part in parts]) * (1 / features)
 
     def write(ref: Any, parts: list[jax.Array]) -> None:
         for part, window in zip(parts, windows, strict=True):
@@ -133,12 +133,12 @@ def gradient_of_tokens(
 
     def one(turn: Any, sums: list[jax.Array]) -> list[jax.Array]:
         token = block + turn * blocks
-        values, given = [read(x.at[token])], [read(ref.at[token]) for ref in of_y]
+        loaded, gradients = read(x.at[token]), [read(ref.at[token]) for ref in of_y]
         stream = [] if of_stream is None else [of_stream.at[token]]
         early = features <= MOST_EARLY
         added = [read(ref) for ref in stream if early]
         # Read again for each token, from the cache: the registers hold sums instead.
-        factors, values, given = total([read(weight)]), total(values), total(given)
+        factors, values, given = total([read(weight)]), total([loaded]), total(gradients)
         of_normed = [a * b for a, b in zip(given, factors, strict=True)]
         inverse = lax.rsqrt(mean([part * part for part in values]) + eps)
         normed = [part * inverse for part in values]

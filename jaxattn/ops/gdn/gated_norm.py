@@ -65,7 +65,8 @@ def _gated_bwd(
     def by_xla(
         o: Array, z: Array, weight: Array, projection: Array | None, of_y: Array
     ) -> tuple[Array, Array, Array]:
-        _, pull = jax.vjp(lambda *given: gated_rms_norm(*given, eps, sigmoid), o, z, weight)
+        norm = functools.partial(gated_rms_norm, eps=eps, sigmoid=sigmoid)
+        _, pull = jax.vjp(norm, o, z, weight)
         of_o, of_z, of_weight = pull(of_y)
         return of_o, of_z, of_weight
 
@@ -82,13 +83,15 @@ def _gated_bwd(
     gradient = with_gradient_of(
         by_xla, by_kernel, because=f"{OP}: the gradient kernel has no gradient of its own"
     )
+    o, z, weight, projection = residuals
     with jax.named_scope(OP):
         try:
-            return *gradient(*residuals, of_y), None
+            of_o, of_z, of_weight = gradient(o, z, weight, projection, of_y)
         except Refusal as refusal:
-            if of_y.size:
+            if o.size:
                 warn_of_gradient(str(refusal))
-            return *by_xla(*residuals, of_y), None
+            of_o, of_z, of_weight = by_xla(o, z, weight, projection, of_y)
+    return of_o, of_z, of_weight, None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)

@@ -47,10 +47,13 @@ class HybridLayer(nnx.Module):
         self.parts = nnx.List([delta_net(**options), qwen_experts(**options)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for norm, part in zip(self.norms, self.parts, strict=True):
-            x, normed = norm.branch(x, self.dtype)
-            x = x + part(normed)
-        return x
+        added: jax.Array | None = None
+        parts: Any = self.parts
+        for norm, part in zip(self.norms, parts, strict=True):
+            x, normed = norm.branch(x, added, readers=part.readers, gradient_dtype=self.dtype)
+            added = part(normed)
+        assert added is not None
+        return x + added
 
 
 def delta_net(**options: Any) -> nnx.Module:
