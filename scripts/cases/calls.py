@@ -17,8 +17,10 @@ from jaxattn.core.numerics.rope import RopeConfig, Rotation, rotation
 from jaxattn.kernels.hopper.reduce.rms_norm_prologue import RmsNormPrologueParams
 from jaxattn.kernels.linear.fp8_linear import linears_fp8_mosaic
 from jaxattn.mla import LatentFormat
+from jaxattn.ops.gdn.gated_norm import gated_norm_of_sequences
 from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_pieces, causal_conv1d_of_segments
 from jaxattn.ops.linear import linear
+from jaxattn.ops.linear.norm_branch import rms_norm_branch
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts
 
@@ -97,6 +99,28 @@ def convolution_of_pieces(
         reference,
         implementation=implementation,
     )
+
+
+def norm_branch_gradient(x: Any, added: Any, weight: Any, **options: Any) -> Any:
+    """Gradients of a stream and two copies of its norm, as in the training of a residual layer."""
+
+    def total(x: Any, added: Any, weight: Any) -> Any:
+        stream, copies = rms_norm_branch(x, weight, added=added, eps=1e-6, readers=2, **options)
+        return sum(jnp.square(each.astype(jnp.float32)).sum() for each in (stream, *copies))
+
+    return jax.grad(total, argnums=(0, 1, 2))(x, added, weight)
+
+
+def gated_norm_gradient(o: Any, projection: Any, weight: Any, **options: Any) -> Any:
+    """Gradients of a delta layer's gated norm, whose gate is the end of a projection."""
+    columns = o.shape[-2] * o.shape[-1]
+
+    def total(o: Any, projection: Any, weight: Any) -> Any:
+        gate = projection[..., -columns:]
+        y = gated_norm_of_sequences(o, gate, weight, eps=1e-6, projection=projection, **options)
+        return jnp.square(y.astype(jnp.float32)).sum()
+
+    return jax.grad(total, argnums=(0, 1, 2))(o, projection, weight)
 
 
 def attention_gradient(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,6 @@ from jaxattn.arena import Arena
 from jaxattn.core.cache.prompt_packing import PromptLines
 from jaxattn.core.dispatch import Implementation
 from jaxattn.core.layer_index import LayerIndex
-from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.validation.arguments import OpArguments
 from jaxattn.core.validation.array_checks import (
     check_features,
@@ -29,6 +28,7 @@ from jaxattn.nn.linear_attention.state_checks import check_lengths, check_pools
 from jaxattn.nn.norm import RMSNorm
 from jaxattn.ops.attention.segments import SegmentBounds
 from jaxattn.ops.gdn.chunk_xla import CLEARING_LOG_DECAY
+from jaxattn.ops.gdn.gated_norm import gated_norm_of_sequences
 from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_segments
 from jaxattn.ops.gdn.prefill_options import OutputNorm
 from jaxattn.ops.linear.norm_linear import PendingNorm
@@ -52,6 +52,7 @@ class DeltaLayer(nnx.Module):
     Attributes:
         in_proj: the name of its first projection.
         family: the first word of its scopes in a profile.
+        readers: the most copies of the tokens that a call takes.
         chunk_rule: the recurrence over whole sequences, which has a gradient.
         prefill_rule: the recurrence over a chunk, which updates the states in slots.
         sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
@@ -60,6 +61,7 @@ class DeltaLayer(nnx.Module):
 
     in_proj: ClassVar[str]
     family: ClassVar[str]
+    readers: ClassVar[int] = 1
     chunk_rule: ClassVar[Callable[..., tuple[Array, Any]]]
     prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
     sigmoid_gate: ClassVar[bool] = False
@@ -74,8 +76,8 @@ class DeltaLayer(nnx.Module):
         """The shape of a slot in each pool, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
-    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
-        """The projections of tokens [B, T, hidden]."""
+    def _projected(self, x: Array | PendingNorm, *copies: Array) -> tuple[Array, ...]:
+        """The projections of tokens [B, T, hidden], of which each copy has one reader."""
 
     def _projected_rows(self, x: Array | PendingNorm) -> tuple[tuple[Array, ...], dict[str, Any]]:
         """The projections of the tokens of `decode`, and options of `_advance`."""
@@ -108,7 +110,7 @@ class DeltaLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T hidden"],
+        x: Float[Array, "B T hidden"] | tuple[Float[Array, "B T hidden"], ...],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " n+1"] | None = None,
@@ -116,6 +118,7 @@ class DeltaLayer(nnx.Module):
         """Whole sequences from a zero state. Returns float32.
 
         Args:
+            x: the tokens, or copies of them by `RMSNorm.branch`, at most `readers`.
             segment_ids: the sequence of each token, if rows hold several. The ids must not decrease
                 along a row. Neither state nor convolution passes from one sequence to the next. A
                 NaN or an infinity makes the outputs of its token and of later tokens in its
@@ -128,16 +131,21 @@ class DeltaLayer(nnx.Module):
                 value; the message names the argument.
         """
         op, ends = type(self).__name__, keep_concrete(cu_seqlens)
+        copies = x if isinstance(x, tuple) else (x,)
+        x = copies[0]
         self._check_tokens(op, x)
         arguments = OpArguments(op)
         if segment_ids is not None:
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
-        x, is_nan = bounds.isolated(x, self.dtype)
+        isolated = [bounds.isolated(each, self.dtype) for each in copies]
+        is_nan = isolated[0][1]
         # One cast of x, so that the gradients of its products are summed in this dtype.
-        projections = self._split(self._projected(x.astype(self.dtype)))
+        rounded = (each.astype(self.dtype) for each, _ in isolated)
+        projections = self._split(self._projected(*rounded))
         g, beta = self._gates(projections)
         q, k, v, gate = self._convolved(projections.mixed, bounds)
+        projection = None if gate is None else projections.mixed
         gate = projections.gate if gate is None else gate
         if segment_ids is not None:
             assert bounds.first is not None  # always set with segment_ids
@@ -147,7 +155,9 @@ class DeltaLayer(nnx.Module):
         o, _ = type(self).chunk_rule(q, k, v, g, beta, use_qk_l2norm=True, cu_seqlens=ends)
         o = checkpoint_name(o, SAVED_NAME)
         weight, eps = self.norm.weight[...], self.norm.eps
-        normed = gated_rms_norm(o, gate, weight, eps, sigmoid=self.sigmoid_gate)
+        normed = gated_norm_of_sequences(
+            o, gate, weight, eps=eps, sigmoid=self.sigmoid_gate, projection=projection
+        )
         y = self._project_out(normed)
         return y if is_nan is None else jnp.where(is_nan[..., None], jnp.nan, y)
 
