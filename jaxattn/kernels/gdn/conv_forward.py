@@ -29,8 +29,10 @@ from jaxattn.kernels.hopper.silu import sigmoid
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
-TOKENS, TOGETHER = 64, 4  # tokens of a CTA, and those that are loaded ahead together
-MOST_TOKENS = 65535 * TOKENS  # the most CTAs on CUDA's second axis
+TOGETHER = 4  # tokens that are loaded ahead together
+TOKENS = (128, 64, 32, 16)  # tokens of a CTA: the most that give CTAS
+CTAS = 528  # four for each multiprocessor
+MOST_TOKENS = 65535 * 64  # CUDA's second axis has 65,535 CTAs
 
 
 def conv_forward(
@@ -63,10 +65,12 @@ def conv_forward(
         )
     vector = next(n for n in (4, 2, 1) if all(width % (n * THREADS) == 0 for width in widths))
     before, sequence = (None, None) if history is None else history
+    parts = sum(widths) // (vector * THREADS)
+    own = next((n for n in TOKENS if pl.cdiv(tokens, n) * parts >= CTAS), TOKENS[-1])
     return launch(
-        functools.partial(convolve_tokens, vector),
+        functools.partial(convolve_tokens, vector, own),
         name="conv_forward",
-        grid={"block": pl.cdiv(tokens, TOKENS), "part": sum(widths) // (vector * THREADS)},
+        grid={"block": pl.cdiv(tokens, own), "part": parts},
         inputs={"x": x, "taps": taps.astype(jnp.float32), "position": position,
                 "history": None if before is None else before.astype(x.dtype),
                 "sequence": sequence},
@@ -81,10 +85,17 @@ def conv_forward(
 
 
 def convolve_tokens(
-    vector: int, x: Any, taps: Any, position: Any, history: Any, sequence: Any, results: Any
+    vector: int,
+    own: int,
+    x: Any,
+    taps: Any,
+    position: Any,
+    history: Any,
+    sequence: Any,
+    results: Any,
 ) -> None:
     width, (tokens, _) = vector * THREADS, x.shape
-    column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
+    column, first = lax.axis_index("part") * width, lax.axis_index("block") * own
     here = pl.ds(pl.multiple_of(column, width), width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
     ends = list(accumulate(result.shape[1] for result in results))
@@ -113,13 +124,13 @@ def convolve_tokens(
 
     def write(turn: Any, numbers: list[jax.Array]) -> None:
         def to(ref: Any, end: int) -> None:
-            own = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
+            there = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
             for i, each in enumerate(numbers):
                 row = first + turn * TOGETHER + i
 
                 @pl.when(row < tokens)
                 def _store(row: Any = row, each: Any = each) -> None:
-                    ref.at[row, own][...] = each.astype(ref.dtype)
+                    ref.at[row, there][...] = each.astype(ref.dtype)
 
         number = sum((column >= end).astype(jnp.int32) for end in ends[:-1])
         branches = [functools.partial(to, *pair) for pair in zip(results, ends, strict=True)]
@@ -127,14 +138,14 @@ def convolve_tokens(
 
     def convolve(turn: Any, before: list[jax.Array], ahead: Any) -> list[jax.Array]:
         numbers = []
-        for i, (place, own) in enumerate(zip(*ahead, strict=True)):
+        for i, (place, last) in enumerate(zip(*ahead, strict=True)):
             row = jnp.minimum(first + turn * TOGETHER + i, tokens - 1)
             before = lax.cond(
                 place == 0,
                 lambda row=row: [before_sequence(row, j) for j in range(TAPS - 1)],
                 lambda before=before: before,
             )
-            inputs = [*before, own.astype(jnp.float32)]
+            inputs = [*before, last.astype(jnp.float32)]
             total = factors[0] * inputs[0]
             for j in range(1, TAPS):
                 total += factors[j] * inputs[j]
@@ -152,6 +163,6 @@ def convolve_tokens(
         following = load_ahead(turn + 1)
         return convolve(turn, before, ahead), following
 
-    turns = TOKENS // TOGETHER
+    turns = own // TOGETHER
     before, ahead = lax.fori_loop(0, turns - 1, step, (before, load_ahead(0)))
     convolve(turns - 1, before, ahead)

@@ -8,9 +8,11 @@
 Columns after the convolution's pass their gradient on unchanged. So one launch writes the whole
 gradient that the projection's gradients read, which XLA would concatenate.
 
-A CTA has some tokens of some columns, and a thread 1 or 2 columns. Registers hold the tokens before
-the current one, and the sums that wait for later tokens. A CTA also recomputes of_total of the next
-CTA's first tokens. CTAs write their sums of taps, which XLA adds up in a fixed order.
+A CTA has 64 tokens of some columns. TMA copies their inputs and gradients to a ring of stages. A
+thread has 1 or 2 columns. Registers hold the tokens before the current one, and the sums that wait for
+later tokens. Where no sequence begins in a step or right before it, no sum is masked. A CTA also
+recomputes of_total of the next CTA's first tokens. CTAs write their sums of taps, which XLA adds up
+in a fixed order.
 
 Limits: bfloat16 or float16; 4 taps; parts of a multiple of 128 columns; 4,194,240 tokens. XLA
 computes the rest.
@@ -35,9 +37,9 @@ from jaxattn.kernels.hopper.silu import sigmoid_and_slope
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
-TOKENS, STEP = 64, 8  # tokens of a CTA, and those of a copy to shared memory
-STEPS, STAGES, UNROLLED = TOKENS // STEP, 4, 4
-COPIED = 8  # tokens whose gradient is passed on together
+TOKENS, STEP = 64, 16  # tokens of a CTA, and those of a copy to shared memory
+STEPS, STAGES, UNROLLED = TOKENS // STEP, 3, 4
+COPIED = 16  # tokens whose gradient is passed on together
 MOST_TOKENS = 65535 * TOKENS  # the most CTAs on CUDA's second axis
 
 
