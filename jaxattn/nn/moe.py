@@ -1,7 +1,7 @@
 """A mixture of experts as a module: router, routed experts and shared experts."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,8 +92,6 @@ class MixtureOfExperts(nnx.Module):
             shared experts.
     """
 
-    readers: ClassVar[int] = 2
-
     def __init__(
         self,
         hidden_size: int,
@@ -176,16 +174,7 @@ class MixtureOfExperts(nnx.Module):
         """The format of 4-bit experts."""
         return self.weight_format if isinstance(self.weight_format, FourBitFormat) else None
 
-    def __call__(
-        self, x: Float[Array, "*T F"] | tuple[Float[Array, "*T F"], ...]
-    ) -> Float[Array, "*T F"]:
-        """The sum of each token's experts.
-
-        Args:
-            x: the tokens, or copies of them by `RMSNorm.branch`, at most `readers`.
-        """
-        # The experts read the first copy, and the router the last.
-        x, *copies = x if isinstance(x, tuple) else (x,)
+    def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         names = stacked_names(self.weight_format, self.has_gate, self.has_bias, self.has_biases)
         stacks = {name: getattr(self, name)[...][None] for name in names}
         if self.weight_format is None:
@@ -194,8 +183,7 @@ class MixtureOfExperts(nnx.Module):
         gate = self.shared_gate[...] if self.has_gate else None
         bias = self.router_bias[...] if self.has_biases else None
         only = LayerIndex(jnp.int32(0), 1, 0)
-        logits = self._exact_logits((x, *copies)[-1], self.router[...], gate, bias)
-        return self._sum(x, stacks, only, logits)[0]
+        return self._sum(x, stacks, only, self._exact_logits(x, self.router[...], gate, bias))[0]
 
     def step(
         self,

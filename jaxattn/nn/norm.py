@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from jaxattn.core.numerics.rms_norm import rms_norm
 from jaxattn.core.validation.array_checks import check_features, check_sizes, finite
-from jaxattn.ops.linear.norm_branch import rms_norm_branch
 
 
 class RMSNorm(nnx.Module):
@@ -27,39 +26,6 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*T F"]) -> Float[Array, "*T F"]:
         check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
         return rms_norm(x, self.weight[...], self.eps)
-
-    def branch(
-        self,
-        x: Float[Array, "*T F"],
-        added: Float[Array, "*T F"] | None = None,
-        *,
-        readers: int = 1,
-        gradient_dtype: DTypeLike | None = None,
-    ) -> tuple[Float[Array, "*T F"], tuple[Float[Array, "*T F"], ...]]:
-        """Returns the stream `x + added` and copies of its norm, for training residual layers:
-
-            x, normed = norm.branch(x, y, readers=layer.readers, gradient_dtype=layer.dtype)
-            y = layer(normed)
-
-        On a Hopper GPU a kernel computes the gradients of x, `added` and the weight in one pass, in
-        reverse mode only. A layer whose products read different copies leaves their gradients to
-        that kernel.
-
-        Args:
-            added: the previous layer's output, in x's shape.
-            readers: the number of copies of the norm, at no cost of memory.
-            gradient_dtype: dtype to which that kernel and its caller round the gradients of the
-                copies and of `added`, best the dtype of the layer's products. None: no rounding.
-        """
-        check_features("RMSNorm", x, "F", "weight", self.weight.shape, -1)
-        return rms_norm_branch(
-            x,
-            self.weight[...],
-            added=added,
-            eps=self.eps,
-            readers=readers,
-            gradient_dtype=gradient_dtype,
-        )
 
 
 class LayerNorm(nnx.Module):

@@ -20,7 +20,6 @@ from jaxattn.mla import LatentFormat
 from jaxattn.ops.gdn.gated_norm import gated_norm_of_sequences
 from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_pieces, causal_conv1d_of_segments
 from jaxattn.ops.linear import linear
-from jaxattn.ops.linear.norm_branch import rms_norm_branch
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from jaxattn.ops.moe.router_shared_experts import router_shared_experts
 
@@ -99,16 +98,6 @@ def convolution_of_pieces(
         reference,
         implementation=implementation,
     )
-
-
-def norm_branch_gradient(x: Any, added: Any, weight: Any, **options: Any) -> Any:
-    """Gradients of a stream and two copies of its norm, as in the training of a residual layer."""
-
-    def total(x: Any, added: Any, weight: Any) -> Any:
-        stream, copies = rms_norm_branch(x, weight, added=added, eps=1e-6, readers=2, **options)
-        return sum(jnp.square(each.astype(jnp.float32)).sum() for each in (stream, *copies))
-
-    return jax.grad(total, argnums=(0, 1, 2))(x, added, weight)
 
 
 def gated_norm_gradient(o: Any, projection: Any, weight: Any, **options: Any) -> Any:

@@ -178,9 +178,6 @@ OPS: dict[str, Op] = {
     "gated_norm_gradient": Op(
         calls.gated_norm_gradient, "o[B,T,H,D] projection[B,T,C] weight:f32[D]", kernel=True
     ),
-    "norm_branch_gradient": Op(
-        calls.norm_branch_gradient, "x:f32[B,F] added:f32[B,F] weight[F]", kernel=True
-    ),
     "gated_delta_rule_prefill": Op(
         delta_rule_prefill(gdn.gated_delta_rule_prefill), f"{OF_RULE} {POOL} {OF_NORM}"
     ),

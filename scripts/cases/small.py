@@ -223,12 +223,6 @@ def gated_norm(tokens: int, heads: int, columns: int, *, sigmoid: bool = False) 
     return KernelCase("gated_norm_gradient", sizes, options={"sigmoid": sigmoid}, values={})
 
 
-def norm_branch(tokens: int, features: int, dtype: str | None = "bfloat16") -> KernelCase:
-    """Gradients of a residual stream and two copies of its norm, rounded to `dtype`."""
-    sizes = {"B": tokens, "F": features}
-    return KernelCase("norm_branch_gradient", sizes, options={"gradient_dtype": dtype}, values={})
-
-
 def slots_of(rows: int, q_len: int, each: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Sizes and indices of slots to read (the last row has none) and to write.
 
@@ -353,8 +347,6 @@ SMALL: dict[str, KernelCase] = {
     "conv_gradient_float16": convolution([70], 128, "float16"),
     "gated_norm_gradient": gated_norm(70, 8, 1280),
     "gated_norm_gradient_padded": gated_norm(9, 3, 384, sigmoid=True),
-    "norm_branch_gradient": norm_branch(600, 256),
-    "norm_branch_gradient_window": norm_branch(9, 320, None),
     "gdn_prefill_norm": delta_rule([63, 0, 1, 130] * 9, pool=True, norm=True),
     "gdn_decode_few_states": delta_net("bfloat16"),
     "gdn_decode_few_states_float32": delta_net("float32"),

@@ -14,7 +14,6 @@ from jaxattn.core.dispatch import kernels_untraced, traced_for_hopper
 from jaxattn.core.numerics.fp8_block_scaling import quantize
 from jaxattn.ops.gdn.gated_norm import gated_norm_of_sequences
 from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_segments
-from jaxattn.ops.linear.norm_branch import rms_norm_branch
 from tests.helpers import every_kernel
 from tests.helpers.every_kernel import on_hopper
 
@@ -117,14 +116,6 @@ def test_a_convolution_without_a_kernel_of_its_gradient_is_said(channels, taps, 
     said = warnings_of(convolved, operands, calls=2)
     assert len(said) == count
     assert all(each.startswith("XLA computes the gradient: causal_conv1d: ") for each in said)
-
-
-@pytest.mark.parametrize(("features", "count"), [(96, 1), (8192, 1), (128, 0)])
-def test_a_norm_without_a_kernel_of_its_gradient_is_said(features, count):
-    branch = functools.partial(rms_norm_branch, eps=1e-6, readers=2)
-    said = warnings_of(branch, [zeros(1, 8, features), zeros(features)], calls=2)
-    assert len(said) == count
-    assert all(each.startswith("XLA computes the gradient: rms_norm_branch: ") for each in said)
 
 
 @pytest.mark.parametrize(("dim", "count"), [(64, 1), (128, 0)])

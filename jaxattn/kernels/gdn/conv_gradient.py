@@ -9,10 +9,10 @@ Columns after the convolution's pass their gradient on unchanged. So one launch 
 gradient that the projection's gradients read, which XLA would concatenate.
 
 A CTA has 64 tokens of some columns. TMA copies their inputs and gradients to a ring of stages. A
-thread has 1 or 2 columns. Registers hold the tokens before the current one, and the sums that wait for
-later tokens. Where no sequence begins in a step or right before it, no sum is masked. A CTA also
-recomputes of_total of the next CTA's first tokens. CTAs write their sums of taps, which XLA adds up
-in a fixed order.
+thread has 1 or 2 columns. Registers hold the tokens before the current one, and the sums that wait
+for later tokens. Where no sequence begins in a step or right before it, no sum is masked. A CTA
+also recomputes of_total of the next CTA's first tokens. CTAs write their sums of taps, which XLA
+adds up in a fixed order.
 
 Limits: bfloat16 or float16; 4 taps; parts of a multiple of 128 columns; 4,194,240 tokens. XLA
 computes the rest.

@@ -37,21 +37,10 @@ class DecoderLayer(nnx.Module):
         """
         turned = takes_positions(self.mixer)
         given = {name: of for name, of in packed.items() if turned or name != "positions"}
-        x, normed = self.branch(self.norm, self.mixer, x)
-        y, handed_on = self.mixer_spec.whole(self.mixer, normed, given, handed_on)
-        x, normed = self.branch(self.mlp_norm, self.mlp, x, self.given(self.norm, y))
-        return x + self.given(self.mlp_norm, self.mlp(normed)), handed_on
-
-    def branch(
-        self, norm: RMSNorm, reader: nnx.Module, x: Array, added: Array | None = None
-    ) -> tuple[Array, Any]:
-        """Returns (the stream after an addition, what its reader gets); see `RMSNorm.branch`."""
-        if self.norms_after:
-            x = x if added is None else x + added
-            return x, self.read(norm, x)
-        readers = getattr(reader, "readers", 1)
-        x, copies = norm.branch(x, added, readers=readers, gradient_dtype=self.dtype)
-        return x, copies if readers > 1 else copies[0]
+        y, handed_on = self.mixer_spec.whole(self.mixer, self.read(self.norm, x), given, handed_on)
+        x = x + self.given(self.norm, y)
+        x = x + self.given(self.mlp_norm, self.mlp(self.read(self.mlp_norm, x)))
+        return x, handed_on
 
     def read(self, norm: RMSNorm, x: Array) -> Array:
         """Returns the input of a mixer or feed-forward, from the stream."""

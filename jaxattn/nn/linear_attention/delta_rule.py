@@ -52,7 +52,6 @@ class DeltaLayer(nnx.Module):
     Attributes:
         in_proj: the name of its first projection.
         family: the first word of its scopes in a profile.
-        readers: the most copies of the tokens that a call takes.
         chunk_rule: the recurrence over whole sequences, which has a gradient.
         prefill_rule: the recurrence over a chunk, which updates the states in slots.
         sigmoid_gate: whether the output is gated by sigmoid rather than SiLU.
@@ -61,7 +60,6 @@ class DeltaLayer(nnx.Module):
 
     in_proj: ClassVar[str]
     family: ClassVar[str]
-    readers: ClassVar[int] = 1
     chunk_rule: ClassVar[Callable[..., tuple[Array, Any]]]
     prefill_rule: ClassVar[Callable[..., tuple[Array, Array]]]
     sigmoid_gate: ClassVar[bool] = False
@@ -76,8 +74,8 @@ class DeltaLayer(nnx.Module):
         """The shape of a slot in each pool, `conv_shape` and `state_shape`."""
 
     @abc.abstractmethod
-    def _projected(self, x: Array | PendingNorm, *copies: Array) -> tuple[Array, ...]:
-        """The projections of tokens [B, T, hidden], of which each copy has one reader."""
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
+        """The projections of tokens [B, T, hidden]."""
 
     def _projected_rows(self, x: Array | PendingNorm) -> tuple[tuple[Array, ...], dict[str, Any]]:
         """The projections of the tokens of `decode`, and options of `_advance`."""
@@ -110,7 +108,7 @@ class DeltaLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B T hidden"] | tuple[Float[Array, "B T hidden"], ...],
+        x: Float[Array, "B T hidden"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         cu_seqlens: Int[Array, " n+1"] | None = None,
@@ -118,7 +116,6 @@ class DeltaLayer(nnx.Module):
         """Whole sequences from a zero state. Returns float32.
 
         Args:
-            x: the tokens, or copies of them by `RMSNorm.branch`, at most `readers`.
             segment_ids: the sequence of each token, if rows hold several. The ids must not decrease
                 along a row. Neither state nor convolution passes from one sequence to the next. A
                 NaN or an infinity makes the outputs of its token and of later tokens in its
@@ -131,18 +128,14 @@ class DeltaLayer(nnx.Module):
                 value; the message names the argument.
         """
         op, ends = type(self).__name__, keep_concrete(cu_seqlens)
-        copies = x if isinstance(x, tuple) else (x,)
-        x = copies[0]
         self._check_tokens(op, x)
         arguments = OpArguments(op)
         if segment_ids is not None:
             arguments.check_shape("x", x, "B T hidden")
         bounds = SegmentBounds.checked(arguments, x, None, segment_ids, ends)
-        isolated = [bounds.isolated(each, self.dtype) for each in copies]
-        is_nan = isolated[0][1]
+        x, is_nan = bounds.isolated(x, self.dtype)
         # One cast of x, so that the gradients of its products are summed in this dtype.
-        rounded = (each.astype(self.dtype) for each, _ in isolated)
-        projections = self._split(self._projected(*rounded))
+        projections = self._split(self._projected(x.astype(self.dtype)))
         g, beta = self._gates(projections)
         q, k, v, gate = self._convolved(projections.mixed, bounds)
         projection = None if gate is None else projections.mixed

@@ -54,7 +54,6 @@ class GatedDeltaNet(DeltaLayer):
 
     in_proj = "in_proj_qkvz"
     family = "gdn"
-    readers = 2
     chunk_rule = staticmethod(gdn.chunk_gated_delta_rule)
     prefill_rule = staticmethod(gated_delta_rule_prefill)
 
@@ -137,10 +136,8 @@ class GatedDeltaNet(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _projected(self, x: Array | PendingNorm, *copies: Array) -> tuple[Array, ...]:
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
         with jax.named_scope("gdn_in_proj"):
-            if copies:
-                return self.in_proj_qkvz(x), self.in_proj_ba(copies[0])
             return linears(x, self.in_proj_qkvz, self.in_proj_ba)
 
     def _split(self, projected: tuple[Array, ...]) -> DeltaProjections:

@@ -127,7 +127,7 @@ class KimiDeltaAttention(DeltaLayer):
             self.A_log[...], self.dt_bias[...], self.norm.weight[...], self.conv1d[...]
         )
 
-    def _projected(self, x: Array | PendingNorm, *copies: Array) -> tuple[Array, ...]:
+    def _projected(self, x: Array | PendingNorm) -> tuple[Array, ...]:
         with jax.named_scope("kda_in_proj"):
             of_gates = self.in_proj_fg if self.gate_rank is None else self.in_proj_fg_a
             qkv, fg, b = linears(x, self.in_proj_qkv, of_gates, self.in_proj_b)

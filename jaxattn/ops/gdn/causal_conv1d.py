@@ -25,7 +25,6 @@ from jaxattn.core.cache.state_pool import (
 )
 from jaxattn.core.validation.array_checks import floats, keep_concrete, maybe_floats
 from jaxattn.core.validation.varying_axes import refuse_explicit_axes
-from jaxattn.ops.gdn.conv_taps import activated, shifted_inputs, weighted_sum
 
 LONG = 64  # tokens from which on a row's inputs are not concatenated to its state
 
@@ -223,6 +222,32 @@ def _conv_packed(
     dtype = jnp.promote_types(x.dtype, initial.dtype)
     is_old = (source < width - 1)[:, :, None]
     return y.astype(x.dtype)[None], jnp.where(is_old, old.astype(dtype), new.astype(dtype))
+
+
+def shifted_inputs(x: Array, position: Array, width: int) -> list[Array]:
+    """Returns W shifted copies of x [B, T, Dc], the input W - 1 to 0 tokens before each token.
+
+    The copies are zero before a token's sequence, in which the token has the position [B, T].
+    """
+
+    def before(back: int) -> Array:
+        shifted = jnp.pad(x, ((0, 0), (back, 0), (0, 0)))[:, : x.shape[1]]
+        return jnp.where((position >= back)[..., None], shifted, 0)
+
+    return [before(back) for back in reversed(range(width))]
+
+
+def weighted_sum(taps: list[Array], weight: Array) -> Array:
+    return sum(
+        (tap.astype(jnp.float32) * weight[:, j].astype(jnp.float32) for j, tap in enumerate(taps)),
+        start=jnp.zeros((), jnp.float32),
+    )
+
+
+def activated(total: Array, bias: Array | None, activation: str | None) -> Array:
+    if bias is not None:
+        total = total + bias.astype(jnp.float32)
+    return jax.nn.silu(total) if activation == "silu" else total
 
 
 def _check_conv(

@@ -26,7 +26,7 @@ from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.varying_axes import match_varying_axes
 from jaxattn.kernels.gdn.conv_forward import conv_forward
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
-from jaxattn.ops.gdn.conv_taps import activated, shifted_inputs, weighted_sum
+from jaxattn.ops.gdn.causal_conv1d import activated, shifted_inputs, weighted_sum
 
 
 def causal_conv1d_of_segments(

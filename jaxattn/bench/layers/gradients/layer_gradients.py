@@ -41,19 +41,14 @@ SMALL_SHAPES: tuple[Shape, ...] = (("small", 1, 24),)
 class HybridLayer(nnx.Module):
     """A layer of Qwen3.5-35B: a delta net and experts, each after a norm and with a residual."""
 
-    def __init__(self, *, dtype: Any, **options: Any):
-        self.dtype, options = jnp.dtype(dtype), {"dtype": dtype, **options}
+    def __init__(self, **options: Any):
         self.norms = nnx.List([nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)])
         self.parts = nnx.List([delta_net(**options), qwen_experts(**options)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        added: jax.Array | None = None
-        parts: Any = self.parts
-        for norm, part in zip(self.norms, parts, strict=True):
-            x, normed = norm.branch(x, added, readers=part.readers, gradient_dtype=self.dtype)
-            added = part(normed)
-        assert added is not None
-        return x + added
+        for norm, part in zip(self.norms, self.parts, strict=True):
+            x = x + part(norm(x))
+        return x
 
 
 def delta_net(**options: Any) -> nnx.Module:
