@@ -1,12 +1,14 @@
 """Which row does what when: pages as rows grow, preemption, turns, priorities, prompts together."""
 
 import dataclasses
+import math
 import random
 
 import numpy as np
 import pytest
 
 from jaxattn import Engine, Limits, Request
+from jaxattn.engine.execution import overlap_loop
 from jaxattn.engine.requests.outputs import FinishEvent, TokenEvent
 from jaxattn.engine.scheduling.scheduler import AHEAD, Scheduler
 from jaxattn.models import Hybrid
@@ -245,13 +247,17 @@ def test_prompts_are_read_together(tight):
 
 
 @pytest.mark.parametrize(
-    ("stops", "ahead"),
+    ("stops", "long_step", "ahead"),
     [
-        ({}, 2),
-        ({"stop_tokens": range(300, 320)}, 1),  # the device knows eight
+        ({}, math.inf, 2),
+        ({"stop_tokens": range(300, 320)}, math.inf, 1),  # the device knows eight
+        ({}, 0.0, 1),  # every step is long
     ],
 )
-def test_the_next_steps_are_sent_before_the_last_one_is_read(engine, monkeypatch, stops, ahead):
+def test_the_next_steps_are_sent_before_the_last_one_is_read(
+    engine, monkeypatch, stops, long_step, ahead
+):
+    monkeypatch.setattr(overlap_loop, "LONG_STEP", long_step)
     engine.generate([Request(b"warm", max_tokens=2)])
     log, loop = [], engine._loop
     decode, read = loop.runner.decode, loop._read_round
@@ -270,6 +276,23 @@ def test_a_first_token_does_not_wait_for_a_decode_step(engine):
     before = engine.stats.decoded_tokens
     assert [type(event) for event in engine.step()] == [TokenEvent]
     assert engine.stats.decoded_tokens == before and engine._loop.in_flight
+    while engine.busy:
+        engine.step()
+
+
+def test_tokens_in_flight_are_passed_on_before_a_prompt_is_read(engine):
+    """A step with a prompt is long: each call returns the tokens of one step before it."""
+    before = engine.stats.decoded_tokens
+    running = engine.add(Request(b"running", max_tokens=12))
+    while engine.stats.decoded_tokens < before + 3:
+        engine.step()
+    unread = len(engine._loop._rounds_in_flight)
+    engine.add(Request(b"new", max_tokens=2))
+    calls = [engine.step() for _ in range(unread + 1)]
+    for events in calls[:-1]:
+        assert [event.request.id for event in events] == [running]
+    assert {event.request.id for event in calls[-1]} == {running, running + 1}
+    assert engine._loop.in_flight
     while engine.busy:
         engine.step()
 

@@ -5,7 +5,8 @@
               first one if the prompt ends in this step, else the next one
     decode    if no prompt is left to read, gives a token to each row; several if steps are short
               and no request needs the host after each (`Limits.steps_per_round`)
-    read      processes the results of the round before, and the first tokens of this one
+    read      processes the results of one earlier round, or the first tokens of this one; if more
+              are due, the next calls read them before anything is sent
 
 If rows must not depend on each other (`Limits.mixes` is False), prompts and rows use separate steps
 of the same round.
@@ -47,8 +48,10 @@ from jaxattn.engine.steps.step_interface import sampled_rows
 # Rounds that are sent but not read while the host waits for a token. With two, the device has a
 # whole step to run when a token arrives, so the host's wake-up costs no device time. A row whose
 # end only the host can see (a stop string) wastes one token per round in flight, so with such a row
-# the loop keeps one. A round of several steps is long enough by itself.
+# the loop keeps one. A round of several steps is long enough by itself, and so is a step of
+# LONG_STEP seconds: a new prompt waits for all steps in flight.
 ROUNDS_AHEAD = 2
+LONG_STEP = 4e-3
 
 
 class OverlapLoop:
@@ -81,7 +84,13 @@ class OverlapLoop:
         return bool(self._rounds_in_flight)
 
     def round(self) -> None:
-        """Sends the next steps, then reads those of the round before."""
+        """Sends the next steps, then reads the oldest results that are due.
+
+        If an earlier call has left results that are due, this call only reads the next of them. So
+        the tokens of a step are passed on before the host waits for a later step.
+        """
+        if self._read_due():
+            return
         if not self._rounds_in_flight:
             self._reader.begin()
         seal = self.runner.seal
@@ -97,12 +106,12 @@ class OverlapLoop:
             if counts:
                 self._settle()
                 self._rounds_in_flight.append([])
-        if not self._rounds_in_flight[-1]:
+        if self._rounds_in_flight[-1]:
+            self._read_due()
+        else:
             self._rounds_in_flight.pop()
-            self.drain()
-        while len(self._rounds_in_flight) > self._max_unread_rounds:
-            self._read_round()
-        self._read_first_tokens()
+            if self._rounds_in_flight:
+                self._read_round()
         if not self.scheduler.rows:
             self.drain()  # the results that are left belong to no row
 
@@ -115,7 +124,8 @@ class OverlapLoop:
             step.prompt_tokens for step in self._rounds_in_flight[-1]
         ):
             return 1
-        return ROUNDS_AHEAD if running is None or (running.plain and running.max_steps == 1) else 1
+        short = running is None or (running.plain and running.max_steps == 1)
+        return ROUNDS_AHEAD if short and self._reader.step_seconds < LONG_STEP else 1
 
     def drain(self) -> None:
         """Reads all steps in flight."""
@@ -445,19 +455,24 @@ class OverlapLoop:
         for flight in self._rounds_in_flight.popleft():
             self._reader.read(flight)
 
-    def _read_first_tokens(self) -> None:
-        """Reads each step that gave first tokens as soon as a later step is in flight, so that the
-        device stays busy.
+    def _read_due(self) -> bool:
+        """Reads the oldest results that are due, and returns whether there are any.
+
+        They are due if too many rounds are unread, and if a step that gave first tokens is followed
+        by another one, which keeps the device busy.
         """
-        gave = [n for n, sent in enumerate(self._rounds_in_flight) if any(map(_gives_first, sent))]
-        if gave and gave[-1] < len(self._rounds_in_flight) - 1:
-            left = len(self._rounds_in_flight) - 1 - gave[-1]
-            while len(self._rounds_in_flight) > left:
-                self._read_round()
-        elif gave and len(self._rounds_in_flight[-1]) > 1:  # a decode step of the same round
-            while len(self._rounds_in_flight) > 1:
-                self._read_round()
-            self._reader.read(self._rounds_in_flight[-1].pop(0))
+        rounds = self._rounds_in_flight
+        if len(rounds) > self._max_unread_rounds:
+            self._read_round()
+            return True
+        gave = [number for number, sent in enumerate(rounds) if any(map(_gives_first, sent))]
+        if not gave or (gave[-1] == len(rounds) - 1 and len(rounds[-1]) == 1):
+            return False
+        if len(rounds) > 1:
+            self._read_round()
+        else:
+            self._reader.read(rounds[0].pop(0))
+        return True
 
 
 def _gives_first(step: InFlightStep) -> bool:

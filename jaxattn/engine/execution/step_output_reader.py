@@ -82,11 +82,15 @@ class StepOutputReader:
     Args:
         endings: The processor that receives tokens and ends rows.
         switch: The switch of the model's draft head, which measures how long steps take.
+
+    Attributes:
+        step_seconds: The time that the last decode step took.
     """
 
     def __init__(self, scheduler: Scheduler, endings: OutputProcessor, switch: DraftSwitch):
         self.scheduler, self.endings, self.switch = scheduler, endings, switch
         self._read_at = time.perf_counter()
+        self.step_seconds = 0.0
 
     @property
     def stats(self) -> GenerationStats:
@@ -122,6 +126,7 @@ class StepOutputReader:
                 self.stats.decoded_tokens += self.endings.take(flight.rows, outputs)
             return
         assert running is not None
+        self.step_seconds = elapsed / flight.steps
         if running.drafts and self.scheduler.limits.uses_draft_head and has_rows:
             self._observe(running, outputs, elapsed)
         self.stats.decoded_tokens += self._process_decode(flight, running, outputs)
