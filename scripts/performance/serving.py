@@ -52,26 +52,46 @@ def table(run: str, command: str) -> Table:
 def compared() -> str:
     """Returns a table with the times of runs with default options, and a list.
 
-    The list gives, for each set of options, the number of measures in which an engine is faster,
-    and the losses of runs with other options.
+    The list gives, for each set of options, the number of measures in which an engine is faster.
+    It names the losses of servers and of runs with other options.
     """
-    runs = [run for run in (OFFLINE, SERVE) if list(RESULTS.glob(f"{run}.json"))]
-    rows = [row for run in runs for row in rows_of(run) if OURS in row and THEIRS in row]
     lines = []
+    rows = _compared_rows(OFFLINE)
     if default := [row for row in rows if row["options"] == DEFAULT]:
         lines += [_times(default), ""]
     else:
         lines.append(f"- No run with default options and {THEIRS} is stored yet.")
     for options in (DEFAULT, *sorted({row["options"] for row in rows} - {DEFAULT})):
         found = [row for row in rows if row["options"] == options]
-        said, lost = summary([row | {"what": f"{row['model']}, {row['what']}"} for row in found])
-        *others, last = sorted({row["model"] for row in found}) or [""]
-        models = f"{', '.join(others)} and {last}" if others else last
-        if found:
-            said = said.replace(" measures ", " [measures](docs/performance.md#whole-requests) ", 1)
-            lines.append(f"- {models} with {_options(options)}: {said}")
-            lines += [f"    - {each}" for each in lost if options != DEFAULT]
+        said, lost = _summarized(found, f"with {_options(options)}")
+        lines += [*said, *(f"    - {each}" for each in lost if options != DEFAULT)]
+    servers = _compared_rows(SERVE)
+    said, _ = _summarized(servers, "behind HTTP with default options")
+    lines += [line + _losses(servers) for line in said]
     return "\n".join(lines)
+
+
+def _compared_rows(run: str) -> list[Row]:
+    found = rows_of(run) if list(RESULTS.glob(f"{run}.json")) else []
+    return [row for row in found if OURS in row and THEIRS in row]
+
+
+def _summarized(rows: list[Row], how: str) -> tuple[list[str], list[str]]:
+    """Returns (the list's line for some rows, or none; a sentence for each loss)."""
+    if not rows:
+        return [], []
+    said, lost = summary([row | {"what": f"{row['model']}, {row['what']}"} for row in rows])
+    *others, last = sorted({row["model"] for row in rows})
+    models = f"{', '.join(others)} and {last}" if others else last
+    said = said.replace(" measures ", " [measures](docs/performance.md#whole-requests) ", 1)
+    return [f"- {models} {how}: {said}"], lost
+
+
+def _losses(rows: list[Row]) -> str:
+    """Returns " Losses: TTFT p50 (0.86 times as fast).", or nothing if there is no loss."""
+    lost = [(row, times) for row in rows if (times := times_as_fast(row)) and times < 1]
+    said = ", ".join(f"{row['what']} ({times:.2f} times as fast)" for row, times in lost)
+    return f" Losses: {said}." if said else ""
 
 
 def _times(rows: list[Row]) -> str:
