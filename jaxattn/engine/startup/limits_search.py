@@ -17,7 +17,7 @@ BATCH = 256
 DECODE_BUCKETS = (1, 8, 32, 128)
 PREFILL_TOKENS = 8192
 PREFILL_ROWS = 16
-PREFILL_BUCKETS = (256, 512, 1024, 2048, 4096)
+PREFILL_BUCKETS = (256, 1024, 2048, 4096)
 # Half of the prompt tokens of other steps, so that decoding rows wait half as long.
 MIXED_TOKENS = 4096
 # One size for all prompts, which suits short ones too.

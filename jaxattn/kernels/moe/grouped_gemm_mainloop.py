@@ -86,8 +86,6 @@ class GroupedGemmConfig:
         if not self.product.narrow:
             return (self.columns,)
         min_width = NARROWEST if self.form is None else self.columns // 2
-        if self.gated and self.form is None:  # few, because each is compiled
-            return [n for n in (NARROWEST, 2 * NARROWEST) if n < self.columns] + [self.columns]
         return range(min_width, self.columns + 1, min_width)
 
     @property

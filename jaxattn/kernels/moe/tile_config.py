@@ -82,14 +82,9 @@ def token_tile(pairs: int, experts: int, tokens: int, max_tile: int = TOKEN_TILE
     """
     if tokens <= GROUP:
         return GROUP
-    min_tile = min(expected_most(pairs, experts), max_tile)
-    return next(tile for tile in TOKEN_TILES if tile >= min_tile)
-
-
-def expected_most(pairs: int, experts: int) -> float:
-    """Returns more tokens than most experts get, if they are chosen by chance."""
     mean = pairs / experts
-    return mean + 2.5 * math.sqrt(mean)
+    min_tile = min(mean + 2.5 * math.sqrt(mean), max_tile)
+    return next(tile for tile in TOKEN_TILES if tile >= min_tile)
 
 
 def choose(
@@ -114,15 +109,12 @@ def choose(
     With many tokens the outputs are rounded: writing and reading them in float32 takes as long as
     an eighth of the products. Tiles of down are then multiplied with as few columns as they have
     tokens. Tiles of gate and up took longer that way: CTAs with narrow tiles run ahead of those
-    that read the same weights. If an expert has one tile, no other CTA reads its weights. Both
-    products then have narrow tiles, since a step may have much padding.
+    that read the same weights.
     """
     pairs = tokens * top_k
     used = min(experts, pairs)
     columns = token_tile(pairs, experts, tokens, FP8_COLUMNS if quantized else TOKEN_TILES[-1])
     rounded = tokens >= ROUNDED
-    one_each = columns > NARROWEST and expected_most(pairs, experts) <= columns
-    padded = one_each and not quantized
 
     def product(width: int, depth: int, parts: int) -> GemmTileConfig:
         wide = width % (2 * ROWS * parts) == 0
@@ -155,10 +147,10 @@ def choose(
     down = product(hidden, expert_size, num_parts)
     return MoeTileConfig(
         columns=columns,
-        gate_up=dataclasses.replace(in_two(gate_up), narrow=padded),
+        gate_up=in_two(gate_up),
         down=dataclasses.replace(
             all_at_once(down, hidden, 3 * NUM_SMS),
-            narrow=padded or (rounded and not quantized and columns > NARROWEST),
+            narrow=rounded and not quantized and columns > NARROWEST,
         ),
         combine=1024 if rounded else 512,
         rounded=rounded,
