@@ -175,6 +175,12 @@ class ScriptedEngine:
         elif len(row.tokens) == row.most:
             self._end(id, FinishReason.LENGTH, "max_tokens")
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
     def close(self) -> None:
         self.closed = True
 

@@ -27,7 +27,10 @@ class Kept:
     def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def close(self) -> None:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         assert not self.engine.busy
 
 

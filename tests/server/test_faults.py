@@ -49,7 +49,10 @@ class Counted:
         self.ends.update((each.request.id, each.finish_reason) for each in done)
         return events
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         assert not self.engine.busy
 
     def check(self):

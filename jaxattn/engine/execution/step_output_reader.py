@@ -84,7 +84,7 @@ class StepOutputReader:
         switch: The switch of the model's draft head, which measures how long steps take.
 
     Attributes:
-        step_seconds: The time that the last decode step took.
+        step_seconds: The time of the last decode step for which the host waited.
     """
 
     def __init__(self, scheduler: Scheduler, endings: OutputProcessor, switch: DraftSwitch):
@@ -126,7 +126,8 @@ class StepOutputReader:
                 self.stats.decoded_tokens += self.endings.take(flight.rows, outputs)
             return
         assert running is not None
-        self.step_seconds = elapsed / flight.steps
+        if now - before > elapsed / 2:  # otherwise the host has taken the time, or the step waited
+            self.step_seconds = elapsed / flight.steps
         if running.drafts and self.scheduler.limits.uses_draft_head and has_rows:
             self._observe(running, outputs, elapsed)
         self.stats.decoded_tokens += self._process_decode(flight, running, outputs)

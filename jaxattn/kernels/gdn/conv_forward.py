@@ -63,7 +63,8 @@ def conv_forward(
             f"{OP}: the kernel does not support x {x.dtype} {x.shape} with {len(taps)} taps and "
             f"results of {', '.join(map(str, widths))} columns"
         )
-    vector = next(n for n in (4, 2, 1) if all(width % (n * THREADS) == 0 for width in widths))
+    fits = (all(n % (v * THREADS) == 0 for n in widths) and x.shape[1] % v == 0 for v in (4, 2, 1))
+    vector = next(v for v, fit in zip((4, 2, 1), fits, strict=True) if fit)
     before, sequence = (None, None) if history is None else history
     parts = sum(widths) // (vector * THREADS)
     own = next((n for n in TOKENS if pl.cdiv(tokens, n) * parts >= CTAS), TOKENS[-1])

@@ -72,7 +72,8 @@ def gated_norm_gradient(
     first = gate.shape[1] - heads * dim
     if heads % HEADS or first % dim:
         z = gate[:, first:]
-        o, of_y, z = (_in_groups(each.reshape(-1, dim)) for each in (o, of_y, z))
+        given = ((o, 1.0), (of_y, 0.0), (z, 0.0))
+        o, of_y, z = (_in_groups(each.reshape(-1, dim), padding) for each, padding in given)
     else:
         z = gate.reshape(tokens, -1, dim)
     (count, groups), first = (len(o), o.shape[1] // HEADS), z.shape[1] - o.shape[1]
@@ -97,9 +98,12 @@ def gated_norm_gradient(
     return of_o, of_z, out["of_weight"].sum(axis=(0, 1, 2))
 
 
-def _in_groups(rows: jax.Array) -> jax.Array:
-    """Returns rows as tokens of `HEADS` heads; padding is 0 in of_y, so its gradients are 0."""
-    rows = jnp.pad(rows, ((0, -len(rows) % HEADS), (0, 0)))
+def _in_groups(rows: jax.Array, padding: float) -> jax.Array:
+    """Returns rows as tokens of `HEADS` heads.
+
+    Padding has the gradients 0: it is 0 in of_y, and its norm is finite for every eps.
+    """
+    rows = jnp.pad(rows, ((0, -len(rows) % HEADS), (0, 0)), constant_values=padding)
     return rows.reshape(-1, HEADS, rows.shape[1])
 
 

@@ -85,12 +85,13 @@ def causal_conv1d_of_pieces(
             op, (x, weight, initial_state), "x weight initial_state", train_with=op
         )
         flat, history = operands[0].reshape(-1, x.shape[2]), operands[2].astype(x.dtype)
+        places, sequences = (each.reshape(-1).astype(jnp.int32) for each in (position, sequence))
         parts = conv_forward(
             flat,
             operands[1].T,
-            position.reshape(-1),
+            places,
             widths,
-            history=(history, sequence.reshape(-1)),
+            history=(history, sequences),
             interpret=interpret,
         )
         return tuple(part.reshape(*x.shape[:2], -1) for part in parts)

@@ -4,14 +4,13 @@ Other threads send it commands through a queue, and it reports all outputs of a 
 A slow client therefore never makes the device wait.
 """
 
-import contextlib
 import dataclasses
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from jaxattn.engine.requests.outputs import Completion, Event, FinishEvent, FinishReason
 from jaxattn.engine.requests.request import Request
@@ -91,7 +90,8 @@ class EngineProtocol(Protocol):
     def add(self, request: Request) -> int: ...
     def abort(self, id: int) -> bool: ...
     def step(self) -> list[Event]: ...
-    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class EngineWorker:
             engine = self._make_engine()
             self.engine = engine
             self._on_ready()
-            with contextlib.closing(engine):
+            with engine:
                 self._serve(engine)
         except BaseException as error:  # `on_end` must be called however the thread ends
             ended = error

@@ -72,6 +72,12 @@ def test_the_kernel_matches_float64(tokens, heads, more, sigmoid, dtype, interpr
     check(found, expected(*given, sigmoid), dtype)
 
 
+@ON_BOTH
+def test_without_eps_the_padding_of_a_group_is_finite(interpret):
+    kernel = functools.partial(gated_norm_gradient, eps=0.0, sigmoid=False, interpret=interpret)
+    assert all(np.isfinite(each).all() for each in jax.jit(kernel)(*operands(5, 3)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_a_layer_of_qwen_matches_float64_with_the_same_bits_twice(sigmoid):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxattn import gdn
+from jaxattn.kernels.gdn import conv_forward as kernel_module
 from jaxattn.kernels.gdn.conv_forward import conv_forward
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 from jaxattn.ops.gdn.packed_conv1d import (
@@ -94,6 +95,23 @@ def test_the_kernel_reads_no_other_sequence(interpret):
         assert np.isnan(y[own]).all()
 
 
+def test_rows_of_an_odd_width_are_read_by_single_columns(monkeypatch):
+    """Two or four columns of later rows would be misaligned."""
+    vectors, body = set(), kernel_module.convolve_tokens
+
+    def convolve_tokens(vector, own, **refs):
+        vectors.add(vector)
+        body(vector, own, **refs)
+
+    monkeypatch.setattr(kernel_module, "convolve_tokens", convolve_tokens)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 515)), jnp.bfloat16)
+    taps = jnp.ones((4, 512), jnp.bfloat16)
+    (found,) = conv_forward(x, taps, positions((20,)), (512,), interpret=True)
+    expected, _ = oracle(x[:, :512], np.ones((512, 4)))
+    np.testing.assert_allclose(np.float64(found), expected, rtol=2**-7, atol=2e-3)
+    assert vectors == {1}
+
+
 @pytest.mark.gpu
 def test_pieces_on_a_gpu_are_those_of_xla():
     """A chunk of each row of a delta layer, in rows and in lines."""
@@ -101,7 +119,7 @@ def test_pieces_on_a_gpu_are_those_of_xla():
     x = jnp.asarray(rng.standard_normal((3, 200, 640)), jnp.bfloat16)
     weight = jnp.asarray(rng.standard_normal((512, 4)), jnp.bfloat16)
     state = jnp.asarray(rng.standard_normal((3, 3, 512)), jnp.bfloat16)
-    rows, tokens = np.indices((3, 200), dtype=np.int32)
+    rows, tokens = np.indices((3, 200))
 
     def reference():
         y, _ = gdn.causal_conv1d(x[..., :512], weight, initial_state=state)
