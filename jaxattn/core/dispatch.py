@@ -145,6 +145,22 @@ def with_gradient_of(
     return in_reverse_mode_only(op, differentiable, instead="pass implementation='xla'")
 
 
+def gradient_or_xla[T](
+    kernel: Callable[..., T], xla: Callable[..., T], operands: tuple[Any, ...]
+) -> T:
+    """Returns a gradient by its kernel, or by XLA with a warning if the kernel refuses.
+
+    Args:
+        operands: Arguments of both functions. If the first array is empty, nothing is said.
+    """
+    try:
+        return kernel(*operands)
+    except Refusal as refusal:
+        if operands[0].size:
+            warn_of_gradient(str(refusal))
+        return xla(*operands)
+
+
 def without_gradient[T](
     op: str, operands: T, names: str | None = None, *, train_with: str | None = None
 ) -> T:

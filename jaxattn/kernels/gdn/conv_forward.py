@@ -13,7 +13,6 @@ Reference: `jaxattn.ops.gdn.causal_conv1d`; tests: tests/ops/gdn/test_packed_con
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -23,15 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.gdn.column_groups import use_group
 from jaxattn.kernels.hopper.build.launch import launch
-from jaxattn.kernels.hopper.device import require_hopper
+from jaxattn.kernels.hopper.device import NUM_SMS, require_hopper
 from jaxattn.kernels.hopper.silu import sigmoid
 
 OP = "causal_conv1d"
 THREADS, TAPS = 128, 4
 TOGETHER = 4  # tokens that are loaded ahead together
 TOKENS = (128, 64, 32, 16)  # tokens of a CTA: the most that give CTAS
-CTAS = 528  # four for each multiprocessor
+CTAS = 4 * NUM_SMS
 MOST_TOKENS = 65535 * 64  # CUDA's second axis has 65,535 CTAs
 
 
@@ -99,7 +99,6 @@ def convolve_tokens(
     column, first = lax.axis_index("part") * width, lax.axis_index("block") * own
     here = pl.ds(pl.multiple_of(column, width), width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-    ends = list(accumulate(result.shape[1] for result in results))
 
     def read(ref: Any, *index: Any) -> jax.Array:
         numbers = plgpu.load(ref.at[*index, here], layout=layout, optimized=False)
@@ -124,8 +123,7 @@ def convolve_tokens(
         return [position[row] for row in rows], loaded
 
     def write(turn: Any, numbers: list[jax.Array]) -> None:
-        def to(ref: Any, end: int) -> None:
-            there = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
+        def to(ref: Any, there: Any) -> None:
             for i, each in enumerate(numbers):
                 row = first + turn * TOGETHER + i
 
@@ -133,9 +131,7 @@ def convolve_tokens(
                 def _store(row: Any = row, each: Any = each) -> None:
                     ref.at[row, there][...] = each.astype(ref.dtype)
 
-        number = sum((column >= end).astype(jnp.int32) for end in ends[:-1])
-        branches = [functools.partial(to, *pair) for pair in zip(results, ends, strict=True)]
-        lax.switch(number, branches) if len(branches) > 1 else branches[0]()
+        use_group(results, column, width, to)
 
     def convolve(turn: Any, before: list[jax.Array], ahead: Any) -> list[jax.Array]:
         numbers = []

@@ -21,7 +21,6 @@ Reference: `jaxattn.ops.gdn.packed_conv1d`; tests: tests/ops/gdn/test_packed_con
 
 import functools
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxattn.core.dispatch import Refusal
+from jaxattn.kernels.gdn.column_groups import use_group
 from jaxattn.kernels.hopper.build.launch import launch
 from jaxattn.kernels.hopper.device import require_hopper
 from jaxattn.kernels.hopper.silu import sigmoid_and_slope
@@ -113,21 +113,14 @@ def gradient_of_tokens(
     column, first = lax.axis_index("part") * width, lax.axis_index("block") * TOKENS
     here = pl.ds(pl.multiple_of(column, width), width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=vector)
-    ends = list(accumulate(part.shape[1] for part in of_parts))
 
     def load(ref: Any, row: Any, columns: Any = here) -> jax.Array:
         return plgpu.load(ref.at[row, columns], layout=layout, optimized=False)
 
-    def with_gradients(use: Any) -> Any:
-        """Calls `use(part, its columns here)` with the gradient of the part that has them."""
+    def load_row(row: Any, ref: Any, columns: Any) -> jax.Array:
+        return load(ref, row, columns)
 
-        def of_part(ref: Any, end: int) -> Any:
-            own = pl.ds(pl.multiple_of(column - (end - ref.shape[1]), width), width)
-            return use(ref, own)
-
-        number = sum((column >= end).astype(jnp.int32) for end in ends[:-1])
-        branches = [functools.partial(of_part, *pair) for pair in zip(of_parts, ends, strict=True)]
-        return lax.switch(number, branches) if len(branches) > 1 else branches[0]()
+    with_gradients = functools.partial(use_group, of_parts, column, width)
 
     @pl.when(column >= taps.shape[1])
     def _copy() -> None:
@@ -195,10 +188,9 @@ def gradient_of_tokens(
                         of_x.at[row - (TAPS - 1), here][...] = done.astype(of_x.dtype)
                 return carry
 
-            start = 1 if unwritten else 0
             if unwritten:
                 carry = rows(0, carry, unwritten)
-            return lax.fori_loop(start, STEP // UNROLLED, rows, carry)
+            return lax.fori_loop(int(unwritten > 0), STEP // UNROLLED, rows, carry)
 
         def step(turn: Any, carry: Any, unwritten: int = 0) -> Any:
             place, carry = carry
@@ -217,7 +209,7 @@ def gradient_of_tokens(
 
             return following, carry
 
-        for turn in range(min(STAGES, STEPS)):
+        for turn in range(STAGES):
             copy(jnp.int32(turn))
         before = [wide(load(x, jnp.maximum(first - back, 0))) for back in range(TAPS - 1, 0, -1)]
         carry = position[first + STEP - 1], (before, [nothing] * (TAPS - 1), [nothing] * TAPS)
@@ -230,6 +222,6 @@ def gradient_of_tokens(
         for i in range(TAPS - 1):
             row = jnp.minimum(first + TOKENS + i, tokens - 1)
             place = jnp.where(first + TOKENS < tokens, position[row], 0)
-            of_y = with_gradients(lambda ref, own, row=row: load(ref, row, own))
+            of_y = with_gradients(functools.partial(load_row, row))
             carry, done = one(load(x, row), of_y, carry, place)
             of_x.at[first + TOKENS + i - (TAPS - 1), here][...] = done.astype(of_x.dtype)

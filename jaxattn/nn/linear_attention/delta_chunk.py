@@ -1,7 +1,6 @@
 """A chunk of each row's prompt, with its convolution and its gates."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -16,9 +15,36 @@ from jaxattn.kernels.gdn.prefill.launch import segment_tokens
 from jaxattn.ops.gdn.causal_conv1d import causal_conv1d
 from jaxattn.ops.gdn.packed_conv1d import causal_conv1d_of_pieces
 
-# How a chunk is convolved in XLA, (the index of each token in its row's piece, its row), and the
-# last inputs of each row.
-type _Convolution = tuple[Callable[[], Array], tuple[Array, Array], Array]
+
+@dataclasses.dataclass(frozen=True)
+class _Pieces:
+    """The pieces of rows' prompts that a convolution in XLA treats as sequences.
+
+    Attributes:
+        inputs: the tokens of each piece.
+        history: the inputs before each piece.
+        last: the last piece of each row.
+        lens: the number of tokens of a row's last piece; the rest is padding.
+        position, row: the index of each token in its row's pieces, and its row.
+    """
+
+    inputs: Float[Array, "P T C"]
+    history: Float[Array, "P W-1 Dc"]
+    last: Int[Array, " B"]
+    lens: Int[Array, " B"]
+    position: Int[Array, "..."]
+    row: Int[Array, "..."]
+
+    def last_inputs(self, channels: int) -> Float[Array, "B W-1 Dc"]:
+        """The last inputs of each row, not those of its padding."""
+        history_len = self.history.shape[1]
+        at = self.lens[:, None] + jnp.arange(history_len) - history_len
+        old = jnp.clip(at + history_len, 0, history_len - 1)[..., None]
+        history = jnp.take_along_axis(self.history[self.last], old, axis=1)
+        if not self.inputs.shape[1]:  # of which nothing can be gathered
+            return history
+        new = self.inputs[self.last[:, None], jnp.maximum(at, 0)]
+        return jnp.where((at < 0)[..., None], history, new[..., :channels])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,73 +122,53 @@ class DeltaChunk:
         # Slot -1 reads as zeros, the start of a fresh row.
         read_slots = jnp.where(self.starts_row, -1, self.slots)
         previous_inputs = state_read(conv_state, read_slots, layer=self.layer).astype(inputs.dtype)
-        of_chunk = self._of_rows if self.lines is None else self._of_lines
-        reference, places, last_inputs = of_chunk(inputs, taps, previous_inputs)
+        channels = len(taps)
+        with jax.named_scope("last_inputs"):
+            split = self._split_rows if self.lines is None else self._split_lines
+            pieces = split(inputs, previous_inputs, channels)
+            last_inputs = pieces.last_inputs(channels)
+
+        def reference() -> tuple[Array, ...]:
+            of_pieces = pieces.inputs[..., :channels]
+            mixed, _ = causal_conv1d(of_pieces, taps, initial_state=pieces.history)
+            if self.lines is not None:
+                mixed = mixed.reshape(1, -1, channels)
+                mixed = jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
+            return tuple(jnp.split(mixed, np.cumsum(widths)[:-1], axis=-1))
+
         parts = causal_conv1d_of_pieces(
             inputs,
             taps,
             previous_inputs,
-            *places,
+            pieces.position,
+            pieces.row,
             widths,
-            lambda: tuple(jnp.split(reference(), np.cumsum(widths)[:-1], axis=-1)),
+            reference,
             implementation="xla" if implementation == "xla" else None,
         )
         return parts, state_write(conv_state, last_inputs, self.slots, layer=self.layer)
 
-    def _of_rows(self, inputs: Array, taps: Array, previous_inputs: Array) -> _Convolution:
-        channels, history_len = len(taps), taps.shape[1] - 1
-        with jax.named_scope("last_inputs"):
-            # The last inputs of the row, not those of the padded chunk.
-            at = self.query_lens[:, None] + jnp.arange(history_len) - history_len
-            new = jnp.take_along_axis(inputs, jnp.maximum(at, 0)[..., None], axis=1)
-            old = jnp.clip(at + history_len, 0, history_len - 1)[..., None]
-            history = jnp.take_along_axis(previous_inputs, old, axis=1)
-            last_inputs = jnp.where((at < 0)[..., None], history, new[..., :channels])
-
-        def reference() -> Array:
-            return causal_conv1d(inputs[..., :channels], taps, initial_state=previous_inputs)[0]
-
+    def _split_rows(self, inputs: Array, previous_inputs: Array, channels: int) -> "_Pieces":
+        """Each row's tokens are one piece."""
+        del channels
         rows, tokens = (jnp.arange(n, dtype=jnp.int32) for n in inputs.shape[:2])
-        places = jnp.broadcast_arrays(tokens, rows[:, None])
-        return reference, (places[0], places[1]), last_inputs
+        position, row = jnp.broadcast_arrays(tokens, rows[:, None])
+        return _Pieces(inputs, previous_inputs, rows, self.query_lens, position, row)
 
-    def _of_lines(self, inputs: Array, taps: Array, previous_inputs: Array) -> _Convolution:
-        lines, (channels, width) = self.lines, taps.shape
-        history_len = width - 1
+    def _split_lines(self, inputs: Array, previous_inputs: Array, channels: int) -> "_Pieces":
+        """Each line continues from the line before, unless it is its row's first."""
+        lines, history_len = self.lines, previous_inputs.shape[1]
         assert lines is not None
         line_inputs, _ = lines.split(inputs)
-        with jax.named_scope("last_inputs"):
-            # Each line continues from the line before, unless it is its row's first.
-            line_history = previous_inputs.at[lines.rows].get(mode="clip")
-            if not lines.one_each:
-                ends = line_inputs[:-1, -history_len:, :channels]
-                ends = jnp.pad(ends, ((1, 0), (0, 0), (0, 0)))
-                line_history = jnp.where((lines.begins > 0)[:, None, None], ends, line_history)
-            # The last inputs of the row's last line, not those of its padding.
-            last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
-            line = jnp.minimum(lines.offsets[:-1] // lines.tokens + last, len(line_inputs) - 1)
-            input_positions = (
-                (self.query_lens - last * lines.tokens)[:, None]
-                + jnp.arange(history_len)
-                - history_len
-            )
-            history_inputs = jnp.take_along_axis(
-                line_history[line],
-                jnp.clip(input_positions + history_len, 0, history_len - 1)[..., None],
-                axis=1,
-            )
-            new_inputs = line_inputs[line[:, None], jnp.maximum(input_positions, 0)]
-            last_inputs = jnp.where(
-                (input_positions < 0)[..., None], history_inputs, new_inputs[..., :channels]
-            )
-
-        def reference() -> Array:
-            of_lines = line_inputs[..., :channels]
-            mixed, _ = causal_conv1d(of_lines, taps, initial_state=line_history)
-            mixed = mixed.reshape(1, -1, mixed.shape[-1])
-            return jnp.pad(mixed, ((0, 0), (0, inputs.shape[1] - mixed.shape[1]), (0, 0)))
-
-        return reference, lines.places(inputs.shape[1]), last_inputs
+        history = previous_inputs.at[lines.rows].get(mode="clip")
+        if not lines.one_each:
+            ends = line_inputs[:-1, -history_len:, :channels]
+            ends = jnp.pad(ends, ((1, 0), (0, 0), (0, 0)))
+            history = jnp.where((lines.begins > 0)[:, None, None], ends, history)
+        before_last = jnp.maximum(self.query_lens - 1, 0) // lines.tokens
+        line = jnp.minimum(lines.offsets[:-1] // lines.tokens + before_last, len(line_inputs) - 1)
+        lens = self.query_lens - before_last * lines.tokens
+        return _Pieces(line_inputs, history, line, lens, *lines.places(inputs.shape[1]))
 
     def gates(self, g: Array, beta: Array) -> tuple[Array, Array]:
         """Gates with no decay and no update at padding, which keep the state of its row."""

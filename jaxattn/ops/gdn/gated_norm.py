@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxattn.core.dispatch import Refusal, warn_of_gradient, with_gradient_of
+from jaxattn.core.dispatch import Refusal, gradient_or_xla, with_gradient_of
 from jaxattn.core.numerics.rms_norm import gated_rms_norm
 from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.varying_axes import match_varying_axes
@@ -83,15 +83,8 @@ def _gated_bwd(
     gradient = with_gradient_of(
         by_xla, by_kernel, because=f"{OP}: the gradient kernel has no gradient of its own"
     )
-    o, z, weight, projection = residuals
     with jax.named_scope(OP):
-        try:
-            of_o, of_z, of_weight = gradient(o, z, weight, projection, of_y)
-        except Refusal as refusal:
-            if o.size:
-                warn_of_gradient(str(refusal))
-            of_o, of_z, of_weight = by_xla(o, z, weight, projection, of_y)
-    return of_o, of_z, of_weight, None
+        return *gradient_or_xla(gradient, by_xla, (*residuals, of_y)), None
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)

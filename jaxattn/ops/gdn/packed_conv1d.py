@@ -17,7 +17,7 @@ from jaxattn.core.dispatch import (
     Implementation,
     Refusal,
     dispatch_kernel,
-    warn_of_gradient,
+    gradient_or_xla,
     with_gradient_of,
     without_gradient,
 )
@@ -133,13 +133,8 @@ def _convolved_fwd(
 def _convolved_bwd(
     widths: tuple[int, ...], residuals: tuple[Array, ...], of_parts: tuple[Array, ...]
 ) -> tuple[Array, Array, None]:
-    x, weight, position = residuals
-    try:
-        of_x, of_taps = _gradient_by_kernel(x, weight, position, of_parts)
-    except Refusal as refusal:
-        if x.size:
-            warn_of_gradient(str(refusal))
-        of_x, of_taps = _gradient_of_taps(x, weight, position, of_parts)
+    weight, operands = residuals[1], (*residuals, of_parts)
+    of_x, of_taps = gradient_or_xla(_gradient_by_kernel, _gradient_of_taps, operands)
     return of_x, of_taps.T.astype(weight.dtype), None
 
 
