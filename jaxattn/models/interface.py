@@ -463,13 +463,25 @@ def _described(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
+# What XLA records in CUDA graphs by default (jax 0.11.2), and loops.
+RECORDED = (
+    "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION",
+    "WHILE",
+)  # fmt: skip
+
+
+def compiler_options(backend: str, *, prefill: bool = False) -> dict[str, bool | int | str] | None:
     """Returns options for the `jax.jit` of a step, or None if there is nothing to set.
 
     XLA's Triton matmuls copy each layer's weights out of the stack before they read them, and its
     dot merger does so to join two products with one left operand. Rematerialization counts a
     donated state twice, as argument and as result. If the state fills the device, XLA would
     recompute parts of the step to save memory that is not a temp.
+
+    Args:
+        prefill: Whether the step reads prompts. Attention to a prefix in the cache is a loop in a
+            branch. Outside a CUDA graph the host waits for both predicates in each layer, and XLA
+            records branches by default, but no loops.
     """
     if backend != "gpu":
         return None
@@ -477,7 +489,7 @@ def compiler_options(backend: str) -> dict[str, bool | int | str] | None:
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
         "xla_disable_hlo_passes": "rematerialization",
-    }
+    } | ({"xla_gpu_enable_command_buffer": ",".join(RECORDED)} if prefill else {})
 
 
 def jit_step(
@@ -485,6 +497,7 @@ def jit_step(
     *,
     implementation: Implementation | None = None,
     backend: str | None = None,
+    prefill: bool = False,
     out_shardings: Any = None,
 ) -> Any:
     """Jits a step as (params, state, batch) -> (logits, state), with the state donated.
@@ -492,6 +505,7 @@ def jit_step(
     Args:
         step: The `decode` or `prefill` method of a model.
         backend: "cpu" or "gpu", for the compiler options. None means JAX's default backend.
+        prefill: Whether the step reads prompts, for the compiler options.
         out_shardings: Shardings of the step's results over several devices. Without them XLA may
             assign a donated buffer to any output of the same size.
     """
@@ -500,6 +514,6 @@ def jit_step(
     return jax.jit(
         step,
         donate_argnums=1,
-        compiler_options=compiler_options(backend or jax.default_backend()),
+        compiler_options=compiler_options(backend or jax.default_backend(), prefill=prefill),
         out_shardings=out_shardings,
     )

@@ -267,6 +267,12 @@ def test_what_copies_weights_is_off_on_a_gpu():
     assert compiler_options("cpu") is None
 
 
+def test_only_prefill_records_loops_in_cuda_graphs():
+    command_buffer = "xla_gpu_enable_command_buffer"
+    assert "WHILE" in compiler_options("gpu", prefill=True)[command_buffer].split(",")
+    assert command_buffer not in compiler_options("gpu")
+
+
 def test_the_structure_of_a_large_model_costs_no_memory():
     config = HybridConfig(
         vocab_size=129280,

@@ -169,6 +169,7 @@ class ModelSteps:
         prefill = entry.kind == "prefill"
         step = jit_step(
             _with_tokens(self.model.prefill if prefill else self.model.decode),
+            prefill=prefill,
             implementation=None
             if prefill and self.implementation != "xla"
             else self.implementation,
