@@ -463,10 +463,10 @@ def _described(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-# What XLA records in CUDA graphs by default (jax 0.11.2), and loops.
+# What XLA records in CUDA graphs by default, and loops. An option takes the place of XLA's list.
 RECORDED = (
     "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION",
-    "WHILE",
+    *(("COLLECTIVES_KERNEL",) if jax.__version_info__ >= (0, 12) else ()), "WHILE",
 )  # fmt: skip
 
 

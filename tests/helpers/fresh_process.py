@@ -49,7 +49,8 @@ print(jax._src.xla_bridge.backends_are_initialized())
 import glob, os
 import jax, jaxattn.cli.startup.multihost
 from jaxattn.parallel.nccl_comm_split_flag import disable_comm_split
-os.environ["{VARIABLE}"] = "{NAME}=true --xla_dump_to=dumped"
+loops = "--xla_gpu_enable_command_buffer=+WHILE"
+os.environ["{VARIABLE}"] = f"{NAME}=true --xla_dump_to=dumped {{loops}}"
 disable_comm_split(os.environ)
 jax.jit(lambda x: x + 1)(1.0)
 for file in glob.glob("dumped/*.debug_options"):

@@ -1,6 +1,7 @@
 """The hybrid decoder: prefill, chunked prefill, decoding and training are one function."""
 
 import dataclasses
+import re
 from functools import cache
 
 import jax
@@ -22,6 +23,7 @@ from jaxattn.models.interface import (
     scratch_spec,
 )
 from tests.helpers import engine_cases
+from tests.helpers.fresh_process import said_by_a_fresh_process
 from tests.helpers.model_cases import changed, state_of
 
 SMALL = HybridConfig(
@@ -271,6 +273,13 @@ def test_only_prefill_records_loops_in_cuda_graphs():
     command_buffer = "xla_gpu_enable_command_buffer"
     assert "WHILE" in compiler_options("gpu", prefill=True)[command_buffer].split(",")
     assert command_buffer not in compiler_options("gpu")
+
+
+def test_prefill_records_everything_that_xla_records_by_default():
+    command_buffer = "xla_gpu_enable_command_buffer"
+    said = said_by_a_fresh_process("flags of XLA")  # which adds loops to XLA's list
+    found = set(re.findall(f"^{command_buffer}: (.*)", said, re.MULTILINE))
+    assert set(compiler_options("gpu", prefill=True)[command_buffer].split(",")) == found
 
 
 def test_the_structure_of_a_large_model_costs_no_memory():
