@@ -7,6 +7,7 @@
 #     host      what the engine's host adds to a step; start; first token   12
 #     models    whole models, loading, plans beside the allocator's peak    25
 #     requests  whole requests and servers, also vLLM's where it is installed
+#     rollout   updates of weights, scores and exact mode                   10
 #     gqa       grouped-query attention, with FlashAttention-3 and vLLM's kernels where they are installed
 #     mla       MLA decode and prefill, FP8 caches, with the same peers     10
 #     delta     gated delta rule and Kimi Delta Attention                   10
@@ -15,7 +16,7 @@
 # Run it in the root of the repository, on a machine with one Hopper GPU (a model of 80 GB wants 141 GB). Each
 # program has a limit of time, so that one that hangs does not take the rest with it.
 set -u
-TOPIC=${1:?a topic: suite, host, models, requests, gqa, mla, delta or cuda12}
+TOPIC=${1:?a topic: suite, host, models, requests, rollout, gqa, mla, delta or cuda12}
 OUT=${2:-results}
 mkdir -p "$OUT"
 export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
@@ -39,6 +40,10 @@ case $TOPIC in
     suite tests/models
     run 600 python -m pytest -q -m 'gpu and large'
     run 600 python -m scripts.sanitize
+    ;;
+  rollout)
+    bench rollout-deepseek-v2-lite rollout DeepSeek-V2-Lite
+    bench rollout-qwen3.5-35b-a3b rollout Qwen3.5-35B-A3B --measures score exact
     ;;
   host)
     bench host-4 host --rows 4

@@ -21,6 +21,7 @@ The following have options of their own; `python -m jaxattn.bench WHAT --help` s
     quality                perplexity of a text, for each cache format
     offline                whole requests through the engine, compared with vLLM
     serve                  a server under load, compared with vLLM's
+    rollout                weight updates, scores and exact mode of an engine
     compare                two stored runs side by side
 
 `us` or `ms` is the GPU time of an op's kernels, from a profile, and `xla us` that of XLA's kernels.
@@ -72,6 +73,7 @@ from jaxattn.bench.load import command as load_command
 from jaxattn.bench.model import command, quality
 from jaxattn.bench.multi_gpu import collectives, context_parallel, parallel_decode
 from jaxattn.bench.offline import command as offline_command
+from jaxattn.bench.offline import rollout
 from jaxattn.bench.plots import result_plot
 from jaxattn.cli.exit_codes import exit_code
 from jaxattn.cli.options.parser import ProseHelpFormatter
@@ -107,6 +109,7 @@ COMMANDS: dict[str, Callable[[list[str], str], int]] = {
     "quality": quality.main,
     "offline": offline_command.main,
     "serve": load_command.main,
+    "rollout": rollout.main,
 }
 
 
