@@ -485,11 +485,14 @@ def compiler_options(backend: str, *, prefill: bool = False) -> dict[str, bool |
     """
     if backend != "gpu":
         return None
-    return {
+    options: dict[str, bool | int | str] = {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
         "xla_disable_hlo_passes": "rematerialization",
-    } | ({"xla_gpu_enable_command_buffer": ",".join(RECORDED)} if prefill else {})
+    }
+    if prefill:
+        options["xla_gpu_enable_command_buffer"] = ",".join(RECORDED)
+    return options
 
 
 def jit_step(
