@@ -42,8 +42,10 @@ case $TOPIC in
     run 600 python -m scripts.sanitize
     ;;
   rollout)
-    bench rollout-deepseek-v2-lite rollout DeepSeek-V2-Lite
-    bench rollout-qwen3.5-35b-a3b rollout Qwen3.5-35B-A3B --measures score exact
+    for measure in update score exact; do
+      bench "rollout-deepseek-v2-lite-$measure" rollout DeepSeek-V2-Lite --measures "$measure"
+    done
+    bench rollout-qwen3.5-35b-a3b-score rollout Qwen3.5-35B-A3B --measures score
     ;;
   host)
     bench host-4 host --rows 4

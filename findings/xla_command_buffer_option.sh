@@ -27,6 +27,7 @@ export JAX_PLATFORMS=cpu
 XLA_FLAGS="--xla_dump_to=$work/flag $flag" "$work/venv/bin/python" "$work/program.py"
 XLA_FLAGS="--xla_dump_to=$work/option" "$work/venv/bin/python" "$work/program.py" WHILE
 "$work/venv/bin/python" "$work/program.py" +WHILE >"$work/said" 2>&1 && exit 1
+grep -q "'+WHILE' is not a valid enum value" "$work/said"
 echo "flag +WHILE:     $(kinds flag)"
 echo "option WHILE:    $(kinds option)"
 echo "option +WHILE:   $(grep -o "'+WHILE' is not a valid enum value" "$work/said")"

@@ -11,6 +11,7 @@ kind of cache. docs/adding-a-model.md walks through a complete model.
 
 import abc
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from operator import or_
@@ -463,7 +464,9 @@ def _described(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-# What XLA records in CUDA graphs by default, and loops. An option takes the place of XLA's list.
+# XLA's option for the kinds of commands that CUDA graphs record. A compiler option replaces XLA's
+# default list, so RECORDED is this list and loops.
+GRAPHS = "xla_gpu_enable_command_buffer"
 RECORDED = (
     "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION",
     *(("COLLECTIVES_KERNEL",) if jax.__version_info__ >= (0, 12) else ()), "WHILE",
@@ -479,9 +482,10 @@ def compiler_options(backend: str, *, prefill: bool = False) -> dict[str, bool |
     recompute parts of the step to save memory that is not a temp.
 
     Args:
-        prefill: Whether the step reads prompts. Attention to a prefix in the cache is a loop in a
-            branch. Outside a CUDA graph the host waits for both predicates in each layer, and XLA
-            records branches by default, but no loops.
+        prefill: Whether the step reads prompts on one device. MLA's attention to a cached prefix is
+            a `while` loop inside a `cond`, and XLA records a `cond` in a CUDA graph only if it
+            records both branches. Otherwise the host reads both predicates in each layer. A list in
+            `XLA_FLAGS` takes precedence.
     """
     if backend != "gpu":
         return None
@@ -490,8 +494,8 @@ def compiler_options(backend: str, *, prefill: bool = False) -> dict[str, bool |
         "xla_gpu_dot_merger_threshold_mb": 0,
         "xla_disable_hlo_passes": "rematerialization",
     }
-    if prefill:
-        options["xla_gpu_enable_command_buffer"] = ",".join(RECORDED)
+    if prefill and GRAPHS not in os.environ.get("XLA_FLAGS", ""):
+        options[GRAPHS] = ",".join(RECORDED)
     return options
 
 
@@ -508,7 +512,7 @@ def jit_step(
     Args:
         step: The `decode` or `prefill` method of a model.
         backend: "cpu" or "gpu", for the compiler options. None means JAX's default backend.
-        prefill: Whether the step reads prompts, for the compiler options.
+        prefill: Whether the step reads prompts on one device, for the compiler options.
         out_shardings: Shardings of the step's results over several devices. Without them XLA may
             assign a donated buffer to any output of the same size.
     """

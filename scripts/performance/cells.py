@@ -12,14 +12,20 @@ Row = dict[str, Any]
 Cell = Callable[[Row], str]
 
 
+RUN_FIELDS = ("model", "options", "requests")
+
+
 def rows_of(run: str) -> Iterator[Row]:
-    """Yields the rows of `benchmarks/results/RUN.json`, or of several, with model and options."""
+    """Yields the rows of `benchmarks/results/RUN.json`, or of several.
+
+    Each row has the model, the options and the number of requests, if its run names them.
+    """
     paths = sorted(RESULTS.glob(f"{run}.json"))
     if not paths:
         raise FileNotFoundError(f"no stored run {RESULTS / run}.json")
     for path in paths:
         stored = json.loads(path.read_text())
-        named = {name: stored[name] for name in ("model", "options") if name in stored}
+        named = {name: stored[name] for name in RUN_FIELDS if name in stored}
         for row in stored["rows"]:
             yield named | row
 

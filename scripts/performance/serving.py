@@ -66,7 +66,9 @@ def compared() -> str:
         said, lost = _summarized(found, f"with {_options(options)}")
         lines += [*said, *(f"    - {each}" for each in lost if options != DEFAULT)]
     servers = _compared_rows(SERVE)
-    said, _ = _summarized(servers, "behind HTTP with default options")
+    counts = sorted({f"{row['requests']:,}" for row in servers if "requests" in row})
+    how = f" and {' or '.join(counts)} requests per load" if counts else ""
+    said, _ = _summarized(servers, f"behind HTTP with default options{how}")
     lines += [line + _losses(servers) for line in said]
     return "\n".join(lines)
 

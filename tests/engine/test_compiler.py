@@ -2,11 +2,15 @@
 
 import gc
 import threading
+import types
 
 import pytest
 
-from jaxattn.engine.compilation import compiler
+from jaxattn.engine.compilation import compiler, sharded_step
 from jaxattn.engine.compilation.compiler import _compile_steps
+from jaxattn.engine.steps.model_steps import ModelStep
+from jaxattn.engine.steps.step_catalog import entry_points
+from jaxattn.limits import Limits
 
 
 class Step(str):
@@ -96,3 +100,19 @@ def test_a_step_is_compiled_when_its_kernels_are(monkeypatch):
     monkeypatch.setattr(compiler, "ParallelCompiler", Beside)
     _compile_steps(STEPS, None, lower, lambda step, text: order.append(step), None, 1, "gpu 0")
     assert order == ["kernel of prefill", *STEPS]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_prefill_records_loops_in_graphs_on_one_device(devices, monkeypatch):
+    asked, limits = {}, Limits(batch=2, max_model_len=32, prefill_chunk=16)
+    monkeypatch.setattr(sharded_step, "model_step", lambda *_: None)
+    monkeypatch.setattr(sharded_step, "_results", lambda *_: ())
+    monkeypatch.setattr(
+        sharded_step, "jit_step", lambda _, *, prefill, **options: asked.update(prefill=prefill)
+    )
+    group = None if devices == 1 else types.SimpleNamespace(shardings=lambda specs: specs)
+    for step in entry_points(limits):
+        if isinstance(step, ModelStep):
+            sharded_step.jitted_step(step, None, limits, None, None, "gpu", group)
+            assert asked["prefill"] == (step.kind == "prefill" and devices == 1)
+    assert asked

@@ -52,7 +52,7 @@ def test_a_row_of_a_bucket_has_the_same_bits_alone_and_among_31_others():
     model, params = loaded("bfloat16")
     model = model.with_batch_invariance()
     spec = scratch_spec(model, ROWS, max_pages=PAGES)
-    prefill, decode = jit_step(model.prefill), jit_step(model.decode)
+    prefill, decode = jit_step(model.prefill, prefill=True), jit_step(model.decode)
     tables = np.arange(ROWS * PAGES, dtype=np.int32).reshape(ROWS, PAGES)
     texts = prompts(model.vocab_size)
 

@@ -50,7 +50,11 @@ def formats(of: DecoderModel) -> list[str | None]:
 
 def stepped(made: DecoderModel, params) -> np.ndarray:
     """The logits of the last token, after a prefill in two chunks and two steps."""
-    held, prefill, decode = made.pack(params), jit_step(made.prefill), jit_step(made.decode)
+    held, prefill, decode = (
+        made.pack(params),
+        jit_step(made.prefill, prefill=True),
+        jit_step(made.decode),
+    )
     size = CacheSize(pages=4, slots=1, page_size=4)
     state = init_state(made, size, scratch_spec(made, 1, max_pages=4, page_size=4))
     tables, row = np.array([[2, 0, 3, 1]], np.int32), np.array([0], np.int32)

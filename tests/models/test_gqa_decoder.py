@@ -64,7 +64,7 @@ def forward() -> np.ndarray:
 )
 def test_chunks_and_decode_continue_the_training_forward_over_dirty_caches():
     held = model().pack(params())
-    prefill, decode = jit_step(model().prefill), jit_step(model().decode)
+    prefill, decode = jit_step(model().prefill, prefill=True), jit_step(model().decode)
     sizes = CacheSize(pages=PAGES, slots=SLOTS, page_size=PAGE)
     state = init_state(model(), sizes, scratch_spec(model(), 3, max_pages=4, page_size=PAGE))
     state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)

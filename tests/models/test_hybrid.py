@@ -16,6 +16,7 @@ from jaxattn.engine.startup.memory_plan import page_bytes
 from jaxattn.models.embedded.hybrid_config import HybridConfig
 from jaxattn.models.embedded.hybrid_model import Hybrid
 from jaxattn.models.interface import (
+    GRAPHS,
     DecodeBatch,
     PrefillBatch,
     compiler_options,
@@ -46,7 +47,12 @@ SMALL = HybridConfig(
 )
 PAGE, PAGES, SLOTS, ROWS, CHUNK, LENGTH = 4, 12, 5, 3, 8, 15
 
-step_of = cache(lambda step, config: jit_step(getattr(Hybrid(config), step)))
+
+@cache
+def step_of(step, config):
+    return jit_step(getattr(Hybrid(config), step), prefill=step == "prefill")
+
+
 params_of = cache(lambda config: Hybrid(config).init_params(jax.random.key(0)))
 # Rows 0 and 1 own pages and slots; what row 2 has there must never be used.
 TABLES = np.array([[7, 1, 9, 4], [0, 3, 5, 2], [-1, 99, -7, 2**30]], np.int32)
@@ -270,16 +276,19 @@ def test_what_copies_weights_is_off_on_a_gpu():
 
 
 def test_only_prefill_records_loops_in_cuda_graphs():
-    command_buffer = "xla_gpu_enable_command_buffer"
-    assert "WHILE" in compiler_options("gpu", prefill=True)[command_buffer].split(",")
-    assert command_buffer not in compiler_options("gpu")
+    assert "WHILE" in compiler_options("gpu", prefill=True)[GRAPHS].split(",")
+    assert GRAPHS not in compiler_options("gpu")
+
+
+def test_a_list_in_the_environment_takes_precedence(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=FUSION")
+    assert GRAPHS not in compiler_options("gpu", prefill=True)
 
 
 def test_prefill_records_everything_that_xla_records_by_default():
-    command_buffer = "xla_gpu_enable_command_buffer"
     said = said_by_a_fresh_process("flags of XLA")  # which adds loops to XLA's list
-    found = set(re.findall(f"^{command_buffer}: (.*)", said, re.MULTILINE))
-    assert set(compiler_options("gpu", prefill=True)[command_buffer].split(",")) == found
+    found = set(re.findall(f"^{GRAPHS}: (.*)", said, re.MULTILINE))
+    assert set(compiler_options("gpu", prefill=True)[GRAPHS].split(",")) == found
 
 
 def test_the_structure_of_a_large_model_costs_no_memory():

@@ -52,7 +52,11 @@ def in_format(name: str):
 def likelihoods(name: str) -> np.ndarray:
     """[2, NEW] log-probabilities of tokens that are read one by one behind a prompt."""
     made, params = in_format(name)
-    held, prefill, decode = made.pack(params), jit_step(made.prefill), jit_step(made.decode)
+    held, prefill, decode = (
+        made.pack(params),
+        jit_step(made.prefill, prefill=True),
+        jit_step(made.decode),
+    )
     size = CacheSize(pages=6, slots=2, page_size=16)
     state = init_state(made, size, scratch_spec(made, 2, max_pages=3, page_size=16))
     tables, rows = np.array([[2, 0, 5], [1, 3, 4]], np.int32), np.array([0, 1], np.int32)

@@ -51,7 +51,8 @@ def params_of(device):
 @functools.cache
 def step_of(device, step):
     chosen = IMPLEMENTATION[device] if step == "decode" or device == "cpu" else None
-    return jit_step(getattr(Hybrid(CONFIGS[device]), step), implementation=chosen)
+    prefill = step == "prefill"
+    return jit_step(getattr(Hybrid(CONFIGS[device]), step), implementation=chosen, prefill=prefill)
 
 
 def state_of(device, rows, q_len, lens, slots, poison):

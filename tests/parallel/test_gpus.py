@@ -25,7 +25,7 @@ from jaxattn import check_aliasing
 from jaxattn.core.numerics.rope import RopeConfig
 from jaxattn.models import DecoderModel, DecoderSpec
 from jaxattn.models.blocks import GDN, GQA, MLA, MLP, Block, MoE, SparseMLA, Stream
-from jaxattn.models.interface import jit_step
+from jaxattn.models.interface import GRAPHS, RECORDED, jit_step
 from jaxattn.ops.moe.routing import Router
 from jaxattn.parallel import ALONE, DeviceGroup, Parallel
 from jaxattn.parallel.hlo_all_reduces import all_reduces
@@ -145,10 +145,7 @@ def words(layout: dict[str, int]) -> str:
 
 CASES = cases()
 # XLA's own choice of what is recorded, and collectives.
-IN_GRAPHS = {
-    "xla_gpu_enable_command_buffer": "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
-    "DYNAMIC_SLICE_FUSION,FUSION,COLLECTIVES"
-}
+IN_GRAPHS = {GRAPHS: ",".join([*RECORDED[: RECORDED.index("WHILE")], "COLLECTIVES"])}
 
 
 class Fed(Stepped):

@@ -335,7 +335,7 @@ def test_temp_of_few_tokens_and_many_experts_is_below_its_bound(dtype, size):
     [prefill] = [entry for entry in entry_points(limits) if entry.kind == "prefill"]
     bound = bound_of(model, prefill, limits, params, "xla").temp
     state = jax.eval_shape(functools.partial(new_state, model, limits))
-    step = jit_step(prefill.step(model, limits), implementation="xla")
+    step = jit_step(prefill.step(model, limits), implementation="xla", prefill=True)
     compiled = step.lower(params, state, prefill.batch_shapes(limits)).compile()
     temp = compiled.memory_analysis().temp_size_in_bytes
     assert size * 64 * 3 * 512 * 512 < temp <= bound

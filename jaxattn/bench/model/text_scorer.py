@@ -77,9 +77,11 @@ class TextScorer:
         compiled = partial(
             jax.jit,
             donate_argnums=1,
-            compiler_options=compiler_options(jax.default_backend()),
         )
-        self._decode, self._prefill = compiled(self._decoded), compiled(self._read)
+        backend = jax.default_backend()
+        self._decode = compiled(self._decoded, compiler_options=compiler_options(backend))
+        options = compiler_options(backend, prefill=True)
+        self._prefill = compiled(self._read, compiler_options=options)
 
     def by_decode(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
         """Scores the texts by decode steps, with one token of each row per step."""

@@ -1,4 +1,4 @@
-"""`python -m jaxattn.bench rollout MODEL`: what reinforcement learning asks of an engine.
+"""`python -m jaxattn.bench rollout MODEL`: weight updates, scores and exact mode of an engine.
 
 MODEL is a shipped configuration, the beginning of its name, or a folder with a config.json. Weights
 are random, in the model's shapes, and times are those of the wall clock.
@@ -10,7 +10,8 @@ are random, in the model's shapes, and times are those of the wall clock.
     exact    the same requests in an engine with default limits and in exact mode, greedy and with
              log-probabilities; then a replay of the rows, whose bits the bench compares
 
-`relative` is the ratio to the row that the row names. Each value is the median of the repeats.
+`relative` is the ratio to the row that `of` names. Each value is the median of the repeats. No
+engine has a prefix cache, so every prompt is read.
 """
 
 import argparse
@@ -53,6 +54,7 @@ SIZES = {  # the default, that of --small, and what it is
     "repeats": (5, 1, "number of runs, of which the bench reports the median"),
 }
 COPIED = 2**31  # bytes of one of the copies that an update is compared with
+SHORTEST = 64  # tokens of a row in the engine of the updates
 WARM_UPS = 2  # calls before those that count
 
 Row = dict[str, Any]
@@ -85,7 +87,8 @@ def parse(argv: Sequence[str], program: str) -> argparse.Namespace:
             args.name, _, args.model = find(args.name)
     except UnknownModelError as error:
         parser.error(str(error))
-    args.longest = max(args.prompt + args.output, args.text + 1)
+    lengths = {SCORE: args.text + 1, EXACT: args.prompt + args.output, UPDATE: SHORTEST}
+    args.longest = max(lengths[measure] for measure in args.measures)
     if args.longest > args.model.max_position_embeddings:
         parser.error(
             f"{args.name} supports {args.model.max_position_embeddings:,} tokens; got "
@@ -115,24 +118,23 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
     model: DecoderModel = args.model
     if UPDATE in args.measures:
         yield from update_rows(model, args.repeats)
-    if args.measures == [UPDATE]:
+    if set(args.measures) == {UPDATE}:
         return
     params = jax.block_until_ready(random_params(model))
-    limits = Limits(batch=args.requests, max_model_len=args.longest)
-    if SCORE in args.measures or EXACT in args.measures:
-        with Engine(model, params, limits) as engine:
-            if SCORE in args.measures:
-                yield from score_rows(engine, args)
-            if EXACT in args.measures:
-                found = {what: run(engine, args, what)[0] for what in KINDS}
-                yield from (_row(f"default limits, {what}", "s", found[what]) for what in KINDS)
-            engine.release()
-        del engine
+    limits = Limits(batch=args.requests, max_model_len=args.longest, prefix_cache=False)
+    with Engine(model, params, limits) as engine:
+        if SCORE in args.measures:
+            yield from score_rows(engine, args)
+        if EXACT in args.measures:
+            found = {what: run(engine, args, what)[0] for what in KINDS}
+            yield from (_row(DEFAULT.format(what), "s", found[what]) for what in KINDS)
+    del engine
     if EXACT in args.measures:
         with Engine(model, params, dataclasses.replace(limits, reproducible=True)) as engine:
             for what in KINDS:
                 seconds, done = run(engine, args, what)
-                yield _row(f"exact mode, {what}", "s", seconds, found[what])
+                of = DEFAULT.format(what)
+                yield _row(f"exact mode, {what}", "s", seconds, of, found[what])
             yield from replay_rows(engine, done, seconds, args.repeats)
 
 
@@ -141,7 +143,7 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
 
 def update_rows(model: DecoderModel, repeats: int) -> Iterator[Row]:
     """Rows of an update from arrays on the device, copied and shared."""
-    limits = Limits(batch=1, max_model_len=64, prefill_chunk=64)
+    limits = Limits(batch=1, max_model_len=SHORTEST, prefill_chunk=SHORTEST)
     with Engine(model, random_params(model), limits) as engine:
         engine.start()
         buffers = engine._weights
@@ -153,7 +155,8 @@ def update_rows(model: DecoderModel, repeats: int) -> Iterator[Row]:
             engine.update(new, share=share)
             jax.block_until_ready(buffers.leaves)
 
-        took, shared = _median(update, repeats), _median(lambda: update(share=True), repeats)
+        took = _median(update, repeats)
+        shared = _median(lambda: update(share=True), repeats, before=update)
     del engine, buffers, new
     x = jnp.zeros(min(COPIED, total), jnp.uint8)
     times = -(-total // x.nbytes)
@@ -165,9 +168,10 @@ def update_rows(model: DecoderModel, repeats: int) -> Iterator[Row]:
 
     copied = _median(copy, repeats) * total / (times * x.nbytes)
     what = f"{total / 1e9:.2f} GB"
-    yield _row(f"copy of {what} by the runtime", "ms", copied * 1e3)
-    yield _row(f"update of {what}", "ms", took * 1e3, copied * 1e3)
-    yield _row("update that shares all arrays", "ms", shared * 1e3, copied * 1e3)
+    of = f"copy of {what} by the runtime"
+    yield _row(of, "ms", copied * 1e3)
+    yield _row(f"update of {what}", "ms", took * 1e3, of, copied * 1e3)
+    yield _row("update that shares all arrays", "ms", shared * 1e3, of, copied * 1e3)
 
 
 # ------------------------------------------------------------------------- scores and exact mode
@@ -182,14 +186,14 @@ def score_rows(engine: Engine, args: argparse.Namespace) -> Iterator[Row]:
         args.repeats,
     )
     scored = _median(lambda: engine.score(next(prompts)), args.repeats)
-    yield _row("texts as prompts", "tokens/s", tokens / read)
-    yield _row("score", "tokens/s", tokens / scored, tokens / read)
+    of = "texts as prompts"
+    yield _row(of, "tokens/s", tokens / read)
+    yield _row("score", "tokens/s", tokens / scored, of, tokens / read)
 
 
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "log-probabilities": {"logprobs": 0, "temperature": 1.0},
-}
+TOLD = "log-probabilities"
+KINDS: dict[str, dict[str, Any]] = {"greedy": {}, TOLD: {"logprobs": 0, "temperature": 1.0}}
+DEFAULT = "default limits, {}"
 
 
 def run(engine: Engine, args: argparse.Namespace, what: str) -> tuple[float, list[Completion]]:
@@ -211,7 +215,7 @@ def replay_rows(
     texts = [[*each.request.prompt, *each.tokens] for each in done]
     starts = [len(each.request.prompt) for each in done]
     took = _median(lambda: engine.score(texts, starts=starts), repeats)
-    yield _row("replay of all rows", "s", took, seconds)
+    yield _row("replay of all rows", "s", took, f"exact mode, {TOLD}", seconds)
     again = engine.score(texts, starts=starts)
     pairs = [
         pair
@@ -248,15 +252,19 @@ def _bits(found: Logprobs) -> bytes:
     return np.float32(found.token).tobytes()
 
 
-def _median(call: Callable[[], Any], repeats: int) -> float:
-    """The median of a call's seconds, without those of the first calls."""
+def _median(
+    call: Callable[[], Any], repeats: int, *, before: Callable[[], Any] = lambda: None
+) -> float:
+    """The median of a call's seconds, without those of the first calls and of `before`."""
     found = []
     for _ in range(WARM_UPS + repeats):
+        before()
         begin = time.perf_counter()
         call()
         found.append(time.perf_counter() - begin)
     return statistics.median(found[WARM_UPS:])
 
 
-def _row(what: str, unit: str, value: float, of: float | None = None) -> Row:
-    return {"what": what, "value": value, "unit": unit, "relative": value / of if of else ""}
+def _row(what: str, unit: str, value: float, of: str = "", than: float | None = None) -> Row:
+    relative = value / than if than else ""
+    return {"what": what, "value": value, "unit": unit, "relative": relative, "of": of}

@@ -144,7 +144,8 @@ def jitted_step(
     if isinstance(step, ModelStep):
         call = call or model_step(step, model, limits, tree, implementation, group)
         out = group and group.shardings(_results(step, model))
-        prefill = step.kind == "prefill"
+        # Over several devices, graphs with loops have not been timed.
+        prefill = step.kind == "prefill" and group is None
         return jit_step(call, backend=backend, prefill=prefill, out_shardings=out)
     if isinstance(step, FusedDecodeStep):
         if group is None and not call:  # such as steps that do more than decode and sample
