@@ -83,10 +83,17 @@ def convolution_gradient(x: Any, weight: Any, first: Any) -> Any:
 def convolution_of_pieces(
     x: Any, weight: Any, initial_state: Any, position: Any, sequence: Any, implementation: Any
 ) -> Any:
-    """A convolution of sequences with SiLU, as in a chunk of rows' prompts; only by its kernel."""
+    """A convolution of sequences with SiLU, as in a chunk of rows' prompts."""
 
     def reference() -> Any:
-        raise NotImplementedError
+        flat, place, row = x.reshape(-1, x.shape[-1]), position.reshape(-1), sequence.reshape(-1)
+        width, token, total = weight.shape[1], jnp.arange(len(flat)), 0.0
+        for back in range(width):
+            own = flat[jnp.maximum(token - back, 0), : len(weight)]
+            before = initial_state[row, jnp.clip(width - 1 + place - back, 0, width - 2)]
+            inputs = jnp.where((place >= back)[:, None], own, before).astype(jnp.float32)
+            total += inputs * weight[:, width - 1 - back]
+        return (jax.nn.silu(total).astype(x.dtype).reshape(*x.shape[:-1], -1),)
 
     return causal_conv1d_of_pieces(
         x,

@@ -35,6 +35,17 @@ CTAS = 4 * NUM_SMS
 MOST_TOKENS = 65535 * 64  # CUDA's second axis has 65,535 CTAs
 
 
+def refuse(x: jax.Array, taps: jax.Array, widths: Sequence[int], *, interpret: bool) -> None:
+    """Raises `Refusal` with the reason if the kernel does not support this call."""
+    require_hopper(OP, interpret=interpret)
+    served = x.dtype in (jnp.bfloat16, jnp.float16) and len(taps) == TAPS
+    if not served or any(n % THREADS for n in widths) or not 0 < len(x) <= MOST_TOKENS:
+        raise Refusal(
+            f"{OP}: the kernel does not support x {x.dtype} {x.shape} with {len(taps)} taps and "
+            f"results of {', '.join(map(str, widths))} columns"
+        )
+
+
 def conv_forward(
     x: jax.Array,
     taps: jax.Array,
@@ -54,15 +65,12 @@ def conv_forward(
         widths: Number of columns of each result, Dc in all.
         history: (inputs [n, W - 1, Dc] before each sequence, oldest first; int32 [N], the sequence
             of each token). None means zeros.
+
+    Raises:
+        Refusal: The kernel does not support this call.
     """
-    require_hopper(OP, interpret=interpret)
-    tokens, dtypes = len(x), (jnp.bfloat16, jnp.float16)
-    served = x.dtype in dtypes and len(taps) == TAPS and not any(n % THREADS for n in widths)
-    if not served or not 0 < tokens <= MOST_TOKENS:
-        raise Refusal(
-            f"{OP}: the kernel does not support x {x.dtype} {x.shape} with {len(taps)} taps and "
-            f"results of {', '.join(map(str, widths))} columns"
-        )
+    refuse(x, taps, widths, interpret=interpret)
+    tokens = len(x)
     fits = (all(n % (v * THREADS) == 0 for n in widths) and x.shape[1] % v == 0 for v in (4, 2, 1))
     vector = next(v for v, fit in zip((4, 2, 1), fits, strict=True) if fit)
     before, sequence = (None, None) if history is None else history

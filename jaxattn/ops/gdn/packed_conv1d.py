@@ -24,7 +24,7 @@ from jaxattn.core.dispatch import (
 from jaxattn.core.numerics.rounding_barrier import rounded
 from jaxattn.core.reverse_mode import in_reverse_mode_only
 from jaxattn.core.validation.varying_axes import match_varying_axes
-from jaxattn.kernels.gdn.conv_forward import conv_forward
+from jaxattn.kernels.gdn.conv_forward import conv_forward, refuse
 from jaxattn.kernels.gdn.conv_gradient import conv_gradient
 from jaxattn.ops.gdn.causal_conv1d import activated, shifted_inputs, weighted_sum
 
@@ -81,8 +81,13 @@ def causal_conv1d_of_pieces(
     op = "causal_conv1d"
 
     def mosaic(interpret: bool) -> tuple[Array, ...]:
+        refuse(x.reshape(-1, x.shape[2]), weight.T, widths, interpret=interpret)
+        # After the check, because XLA's form has a gradient.
         operands = without_gradient(
-            op, (x, weight, initial_state), "x weight initial_state", train_with=op
+            op,
+            (x, weight, initial_state),
+            "x weight initial_state",
+            train_with="the layer's __call__",
         )
         flat, history = operands[0].reshape(-1, x.shape[2]), operands[2].astype(x.dtype)
         places, sequences = (each.reshape(-1).astype(jnp.int32) for each in (position, sequence))

@@ -135,6 +135,24 @@ def test_pieces_on_a_gpu_are_those_of_xla():
         assert relative(got, wanted) < 2e-3
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
+def test_pieces_have_a_gradient_where_the_kernel_does_not_run():
+    x, weight = jnp.ones((1, 4, 256), jnp.bfloat16), jnp.ones((256, 4), jnp.bfloat16)
+    before, place = jnp.zeros((1, 3, 256), jnp.bfloat16), jnp.arange(4, dtype=jnp.int32)[None]
+
+    def total(x, implementation=None):
+        (y,) = causal_conv1d_of_pieces(
+            x, weight, before, place, 0 * place, (256,), lambda: (3 * x,),
+            implementation=implementation,
+        )  # fmt: skip
+        return y.sum(dtype=jnp.float32)
+
+    np.testing.assert_array_equal(jax.grad(total)(x), np.full(x.shape, 3))
+    said = "causal_conv1d: the kernel has no gradient of x; train with the layer's __call__"
+    with pytest.raises(NotImplementedError, match=said):
+        jax.grad(total)(x, "mosaic_gpu_interpret")
+
+
 @pytest.mark.parametrize("ends", [None, [0, 1, 6, 11]])
 @pytest.mark.parametrize("dtype, most", [(np.float32, 1e-6), (jnp.bfloat16, 4e-3)])
 def test_the_gradient_written_by_hand_is_that_of_the_op(ends, dtype, most):
