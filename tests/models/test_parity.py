@@ -21,7 +21,7 @@ from jax.experimental import io_callback
 
 from jaxattn import Engine, Limits, Request
 from jaxattn.models import CacheSize, DecodeBatch, PrefillBatch
-from jaxattn.models.blocks import Block, DeltaMixer, MoE
+from jaxattn.models.blocks import Block, DeltaMixer, MoE, SparseMLA
 from jaxattn.models.interface import init_state, scratch_spec
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -254,10 +254,12 @@ def test_prefill_in_chunks_and_decode_give_the_reference_logits(exact, device):
     np.testing.assert_allclose(exact.found, exact.expected, atol=1e-4, rtol=1e-4)
 
 
-def every_expert(model: DecoderModel) -> DecoderModel:
-    """The model whose tokens take all experts."""
+def no_choices(model: DecoderModel) -> DecoderModel:
+    """The model whose tokens take all experts, and whose indexers choose all positions."""
 
     def changed(block: Block) -> Block:
+        if isinstance(block.mixer, SparseMLA):
+            block = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, top_k=1024))
         kind = block.feed_forward
         if not isinstance(kind, MoE):
             return block
@@ -274,10 +276,10 @@ def every_expert(model: DecoderModel) -> DecoderModel:
     "and by float64 in kernels/moe too"
 )
 def test_bfloat16_is_near_the_reference_where_tokens_take_all_experts(loaded, wanted, folder):
-    """Without a choice no near-tie of a router falls to another expert."""
+    """Without a choice no near-tie of a router or an indexer falls to another side."""
     model, params = huggingface_checkpoint.load(folder)
-    exact = steps(every_expert(loaded[0]), loaded[1], wanted)[0]
-    found = steps(every_expert(model), params, wanted)[0]
+    exact = steps(no_choices(loaded[0]), loaded[1], wanted)[0]
+    found = steps(no_choices(model), params, wanted)[0]
     # A norm enlarges the rounding where a recurrent head's output is small.
     limit = 0.1 if recurrent(model) else 3e-2
     assert max(map(relative, found, exact)) < limit
@@ -292,6 +294,8 @@ def test_bfloat16_is_near_the_reference_with_the_same_experts(folder, wanted, ex
     model, params = huggingface_checkpoint.load(folder)
     if recurrent(model):
         pytest.skip("what a recurrent state adds up of roundings has no such bound")
+    if any(isinstance(block.mixer, SparseMLA) for block in model.spec.blocks):
+        pytest.skip("a near-tie of an indexer moves a token as far as one of a router")
     found = run(model, params, wanted, follow=exact)
     assert found.errors.max() < 3e-2
     near = np.sort(found.expected, axis=-1)
