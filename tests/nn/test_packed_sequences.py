@@ -100,7 +100,9 @@ def test_a_packed_sequence_is_what_it_is_alone(name, keyword):
     out_alone = np.where(of_tokens[..., None], out_alone, 0)
     found = alone(out, rows), grads[0], alone(grads[1], rows)
     wanted = out_alone, *grads_alone
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-5), found, wanted)
+    atol = 3e-5 if name == "KimiDeltaAttention" else 1e-5
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=atol)
+    jax.tree.map(close, found, wanted)
     assert np.abs(out_alone[:, 0]).min() > 0
     # A choice has no gradient.
     without = {path[0] for path, leaf in nnx.to_flat_state(grads[0]) if not np.any(leaf)}

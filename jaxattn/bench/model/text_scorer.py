@@ -6,7 +6,6 @@ rather than sampled, so the model processes the same texts with every cache form
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -21,8 +20,8 @@ from jaxattn.models.caches.layer_cache import CacheSize, DecodeState
 from jaxattn.models.interface import (
     DecodeBatch,
     PrefillBatch,
-    compiler_options,
     init_state,
+    jit_step,
     scratch_spec,
 )
 from jaxattn.models.network.decoder_model import DecoderModel
@@ -74,14 +73,7 @@ class TextScorer:
         )
         # A new state for each batch of texts, because a decode step does not zero the slots.
         self._new_state = jax.jit(lambda: init_state(model, size, spec))
-        compiled = partial(
-            jax.jit,
-            donate_argnums=1,
-        )
-        backend = jax.default_backend()
-        self._decode = compiled(self._decoded, compiler_options=compiler_options(backend))
-        options = compiler_options(backend, prefill=True)
-        self._prefill = compiled(self._read, compiler_options=options)
+        self._decode, self._prefill = jit_step(self._decoded), jit_step(self._read, prefill=True)
 
     def by_decode(self, texts: Int[np.ndarray, "R T"]) -> TextScores:
         """Scores the texts by decode steps, with one token of each row per step."""

@@ -43,7 +43,7 @@ class JaxattnEngine:
 
     def generate(self, requests: Sequence[OfflineRequest]) -> None:
         for completion in self._engine.generate(map(_request, requests)):
-            _check(completion)
+            check_length(completion)
 
     def steps(self, requests: Sequence[OfflineRequest]) -> Iterator[list[int]]:
         engine, ours = self._engine, dict[int | None, int]()
@@ -54,7 +54,7 @@ class JaxattnEngine:
                 events = engine.step()
             for event in events:
                 if isinstance(event, FinishEvent):
-                    _check(event.completion)
+                    check_length(event.completion)
             yield [ours[event.request.id] for event in events if isinstance(event, TokenEvent)]
 
     def facts(self) -> dict[str, Any]:
@@ -79,7 +79,8 @@ def _request(request: OfflineRequest) -> Request:
     return Request(request.prompt, max_tokens=request.answer)
 
 
-def _check(completion: Completion) -> None:
+def check_length(completion: Completion) -> None:
+    """Raises a `MeasureError` if the engine did not generate all tokens of a request."""
     wanted, got = completion.request.max_tokens, len(completion.tokens)
     if completion.finish_reason != FinishReason.LENGTH or got != wanted:
         said = f": {completion.detail}" if completion.detail else ""

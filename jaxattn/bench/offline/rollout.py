@@ -16,10 +16,10 @@ engine has a prefix cache, so every prompt is read.
 
 import argparse
 import dataclasses
+import itertools
 import os
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,10 @@ from jaxattn.bench.harness.result_tables import check_files, show, store
 from jaxattn.bench.model.config_folder import SMALL
 from jaxattn.bench.model.model_lookup import UnknownModelError, find
 from jaxattn.bench.model.random_weights import random_params
+from jaxattn.bench.offline.jaxattn_engine import check_length
+from jaxattn.bench.offline.workload import OfflineWorkload
 from jaxattn.engine.engine import Engine
-from jaxattn.engine.requests.outputs import Completion, FinishReason, Logprobs
+from jaxattn.engine.requests.outputs import Completion, Logprobs
 from jaxattn.engine.requests.request import Request
 from jaxattn.limits import Limits
 from jaxattn.memory.plan import nbytes
@@ -230,22 +232,22 @@ def _generated(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
     """Serves all requests.
 
     Raises:
-        RuntimeError: an answer is shorter than requested.
+        MeasureError: an answer is shorter than requested.
     """
     done = engine.generate(requests)
     for each in done:
-        if each.finish_reason != FinishReason.LENGTH:
-            raise RuntimeError(f"an answer ended early: {each.finish_reason}, {each.detail}")
+        check_length(each)
     return done
 
 
 def _texts(
     args: argparse.Namespace, what: str, count: int, tokens: int
-) -> Iterator[list[list[int]]]:
-    """New random texts each time, so that no prefix is in the cache."""
-    luck = np.random.default_rng(zlib.crc32(what.encode()))
-    while True:
-        yield luck.integers(args.model.vocab_size, size=(count, tokens)).tolist()
+) -> Iterator[list[Sequence[int]]]:
+    """New random texts each time."""
+    for repeat in itertools.count():
+        lengths = [(tokens, 0)] * count
+        drawn = OfflineWorkload().draw(what, lengths, args.model.vocab_size, repeat)
+        yield [each.prompt for each in drawn]
 
 
 def _bits(found: Logprobs) -> bytes:
