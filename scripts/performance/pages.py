@@ -17,7 +17,7 @@ from scripts.performance.picture import digest, draw
 from scripts.performance.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
-WITH_TABLES = ("performance", "whole-models", "several-gpus", "limits")
+WITH_TABLES = ("performance", "whole-models", "several-gpus", "limits", "caches")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in WITH_TABLES))
 PICTURE = ROOT / "docs" / "images" / "mla-decode.svg"
 PLACE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)

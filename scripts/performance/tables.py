@@ -6,6 +6,7 @@ from collections.abc import Callable
 from scripts.performance import serving
 from scripts.performance.cells import (
     Claim,
+    Row,
     Table,
     faster,
     faster_than_all,
@@ -81,6 +82,18 @@ def claims() -> str:
 
 
 US = number("us")
+
+
+def _ratio(row: Row) -> str:
+    if row["cache"] == "auto":
+        return "1"
+    return f"{row['over auto']} ({row['ratio from']} to {row['ratio to']})"
+
+
+def _top_1(row: Row) -> str:
+    return "100%" if row["cache"] == "auto" else f"{row['top-1 %']} ± {row['top-1 ±']}%"
+
+
 TRAINED_BY_OTHERS = {
     "cuDNN": "cudnn ms",
     "tokamax": "tokamax ms",
@@ -290,6 +303,16 @@ TABLES: dict[str, Callable[[], str]] = {
             **{f"{who} ms": number(key, 2) for who, key in TRAINED_BY_OTHERS.items()},
             "faster, by": faster_than_all("ms", TRAINED_BY_OTHERS),
             "temporary MiB": number("MiB", 0),
+        },
+    ),
+    "quality": Table(
+        run="quality-smollm2-135m",
+        where=lambda row: row["by"] == "decode",
+        columns={
+            "format": lambda row: f"`{row['cache']}`",
+            "perplexity": number("perplexity", 2),
+            "ratio to `auto`": _ratio,
+            "top-1": _top_1,
         },
     ),
     "gradients": Table(
