@@ -86,7 +86,7 @@ def test_runs_beside_vllm_have_a_table_and_a_line_for_their_options(tmp_path, mo
     run |= {"options": "default", "rows": [ours | {"vLLM": 3.0}]}
     (tmp_path / "offline-m-default.json").write_text(json.dumps(run))
     rows = [{"what": "TTFT p50", "unit": "ms", "jaxattn": 1.0, "vLLM": 3.0}]
-    rows += [{"what": "ITL p99", "unit": "ms", "jaxattn": 5.0, "vLLM": 4.0}]
+    rows += [{"what": "8 req/s, ITL p99", "unit": "ms", "jaxattn": 5.0, "vLLM": 4.0}]
     rows += [{"what": "memory", "unit": "GB", "jaxattn": 9.0, "vLLM": 3.0}, ours]
     run = {"model": "M", "options": "default", "rows": rows}
     (tmp_path / "serve-m.json").write_text(json.dumps(run))
@@ -101,12 +101,12 @@ def test_runs_beside_vllm_have_a_table_and_a_line_for_their_options(tmp_path, mo
         "[measures](docs/performance.md#whole-requests) and slower in 1.",
         "    - M, 256 requests, s: jaxattn loses, 0.75 times as fast",
         "- M behind HTTP with default options: jaxattn is faster than vLLM in 1 of 2 "
-        "[measures](docs/performance.md#whole-requests) and slower in 1. Losses: ITL p99 (0.80 "
-        "times as fast).",
+        "[measures](docs/performance.md#whole-requests) and slower in 1. Losses of M, 8 req/s: "
+        "ITL p99 (0.80 times as fast).",
     ]
     assert TABLES["serve"]().splitlines()[2:] == [
         "| M | TTFT p50 | 1.00 ms | 3.00 ms | default | jaxattn wins, 3.00 times as fast |",
-        "| M | ITL p99 | 5.00 ms | 4.00 ms | default | jaxattn loses, 0.80 times as fast |",
+        "| M | 8 req/s, ITL p99 | 5.00 ms | 4.00 ms | default | jaxattn loses, 0.80 times as fast |",
         "| M | 256 requests | 2.00 s |  | default |  |",
     ]
 
