@@ -90,8 +90,8 @@ def _summarized(rows: list[Row], how: str) -> tuple[list[str], list[str]]:
 
 
 def _losses(rows: list[Row]) -> str:
-    """Returns " Losses of NAME, 8 req/s: TTFT p50 (0.86 times as fast)." for each model and load with
-    losses."""
+    """Returns " Losses of NAME, 8 req/s: TTFT p50 (0.86 times as fast)." for each model and load
+    with losses."""
     lost: dict[str, list[str]] = {}
     for row in rows:
         if (times := times_as_fast(row)) and times < 1:
