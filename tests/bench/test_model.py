@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 def with_callers():
     """Operations know where they come from, as they do outside of this suite."""
     name, none = "jax_traceback_in_locations_limit", jax.config.jax_traceback_in_locations_limit
-    jax.config.update(name, 100)
+    jax.config.update(name, 20)
     try:
         with with_locations():
             yield

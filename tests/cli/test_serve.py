@@ -275,6 +275,7 @@ def test_a_plan_reads_no_stdin(model, capsys, monkeypatch):
     assert main(["--model", model, "--plan", "--prompt", "-", *SMALL]) == 0
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_the_plan_has_the_pages_that_the_server_takes(model, capsys):
     """It shrinks no cache unasked, so that both say the same of one that does not fit."""
     assert main(["--model", model, "--plan", "--json", *SMALL]) == 0

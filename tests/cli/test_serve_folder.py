@@ -391,6 +391,7 @@ def test_options_that_make_no_sense_are_one_line(arguments, message, capsys):
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_the_old_name_of_the_option_works_and_says_so(capsys):
     assert main(["--checkpoint", str(YOUTU), "--plan", "--json"]) == 0
     printed = capsys.readouterr()

@@ -146,7 +146,9 @@ def test_random_requests_say_the_same(one, four):
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_call(one, four):
     [whole] = one.generate([Request(b"inside", max_tokens=60)])
     limits = [Request(b"inside", max_tokens=most) for most in range(1, 14)]
-    stops = [Request(b"inside", max_tokens=60, stop_tokens=[t]) for t in set(whole.tokens)]
+    stops = [
+        Request(b"inside", max_tokens=60, stop_tokens=[t]) for t in sorted(set(whole.tokens))[:6]
+    ]
     found = compared(one, four, [*limits, *stops])
     assert {each.finish_reason for each in found} == {"length", "stop"}
 
@@ -158,8 +160,8 @@ def test_prefixes_of_the_cache_say_the_same(four):
 
 
 def test_comings_and_goings_leave_nothing(one, four):
-    draw = random.Random(2)
-    requests = random_requests(draw, 20)
+    draw = random.Random(4)
+    requests = random_requests(draw, 10)
     wanted = {request.id: one.generate([request])[0].tokens for request in requests}
     told = {request.id: [] for request in requests}
     aborted, done, waiting = set(), {}, list(requests)
@@ -167,7 +169,7 @@ def test_comings_and_goings_leave_nothing(one, four):
         if waiting and draw.random() < 0.4:
             four.add(waiting.pop())
         if draw.random() < 0.1:
-            for id in list(told)[: draw.randint(0, 20)]:
+            for id in list(told)[: draw.randint(0, 10)]:
                 if draw.random() < 0.2 and four.abort(id):
                     aborted.add(id)
         for event in four.step():

@@ -335,6 +335,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(engine_build, "choose_limits", choose)
 
 
+@pytest.mark.usefixtures("untraced_bounds")
 def test_an_engine_without_limits_answers_as_one_row_at_a_time(on_a_gpu):
     """In float32: prompts that are read together, and steps of fewer rows, give the same tokens.
 

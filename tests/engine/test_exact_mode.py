@@ -47,7 +47,7 @@ def engine_of(family: str) -> Engine:
 )
 def test_no_bit_differs_in_other_company_or_when_a_row_is_scored(family):
     engine = engine_of(family)
-    found = compare(engine, random_rows(random.Random(4), 11, TINY), random.Random(5))
+    found = compare(engine, random_rows(random.Random(4), 8, TINY), random.Random(5))
     assert not found.differing
     assert found.preempted and found.replayed and found.cached and found.tokens > 150
 

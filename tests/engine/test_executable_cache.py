@@ -40,6 +40,20 @@ def executable():
     return jax.jit(lambda x: x * 2 + 1).lower(jnp.arange(4.0)).compile()
 
 
+SOURCE_HASH = executable_cache.source_hash
+
+
+@pytest.fixture(scope="module")
+def hash_of_source():
+    return SOURCE_HASH()
+
+
+@pytest.fixture(autouse=True)
+def hashed_once(monkeypatch, hash_of_source):
+    """Reading the whole package takes 60 ms, which most tests would do several times."""
+    monkeypatch.setattr(executable_cache, "source_hash", lambda: hash_of_source)
+
+
 @pytest.fixture
 def folder(tmp_path, executable):
     """A folder with one executable, "a step"."""
@@ -127,6 +141,8 @@ def test_a_change_of_a_kernel_is_another_executable(folder, monkeypatch):
     kernel = Path(jaxattn.__file__).parent / "kernels" / "mla" / "append.py"
     read = Path.read_bytes
     assert kernel.is_file()
+    monkeypatch.setattr(executable_cache, "source_hash", SOURCE_HASH)
+    assert opened(folder).load("a step") is not None
     monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path == kernel))
     assert opened(folder).load("a step") is None
 
@@ -141,7 +157,8 @@ def test_a_change_of_settings_is_another_executable(folder):
     assert "XLA_FLAGS=--x" in flagged and "XLA_FLAGS=--x" not in plain
 
 
-def test_the_source_s_hash_sees_every_file(tmp_path):
+def test_the_source_s_hash_sees_every_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(executable_cache, "source_hash", SOURCE_HASH)
     for text in ("1", "2"):
         (tmp_path / "deep").mkdir(exist_ok=True)
         (tmp_path / "deep" / "a.py").write_text(text)

@@ -158,6 +158,7 @@ def test_conversations_say_what_they_say_without_a_cache(pair, rounds):
     assert counts(cached).hits == hits
 
 
+@states_first
 @pytest.mark.usefixtures("no_forecast")
 def test_what_is_sampled_does_not_depend_on_the_cache(pair):
     cached, plain = pair
@@ -166,6 +167,7 @@ def test_what_is_sampled_does_not_depend_on_the_cache(pair):
     assert counts(cached).hits == 256
 
 
+@states_first
 @pytest.mark.usefixtures("no_forecast")
 def test_a_row_that_loses_its_pages_finds_them_again(pair):
     cached, _ = pair

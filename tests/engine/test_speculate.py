@@ -118,7 +118,9 @@ def test_a_row_of_few_tokens_does_not_wait_for_the_pages_of_a_long_one(drafts):
 def test_a_row_ends_at_its_limit_and_its_stop_token_inside_a_draft(plain, drafts):
     [whole] = plain.generate([Request(REPEATS, max_tokens=60)])
     limits = [Request(REPEATS, max_tokens=most) for most in range(1, 12)]
-    stops = [Request(REPEATS, max_tokens=60, stop_tokens=[t]) for t in set(whole.tokens)]
+    stops = [
+        Request(REPEATS, max_tokens=60, stop_tokens=[t]) for t in sorted(set(whole.tokens))[:6]
+    ]
     found = compared(plain, drafts, [*limits, *stops])
     assert {each.finish_reason for each in found} == {"length", "stop"}
 

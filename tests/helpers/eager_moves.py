@@ -130,3 +130,58 @@ def use_numpy_moves() -> None:
 
     for primitive, move in primitives.items():
         replace(primitive, move)
+
+
+# --- loading of weights
+
+
+class _PlacedByNumPy:
+    """A stand-in for `weight_loader._place` that compiles no program for weights stored as floats.
+
+    For these, a program moves and converts numbers, or adds one to them.
+    """
+
+    def __init__(self, place: Any):
+        self.place = place
+
+    def lower(self, target: Any, parts: Any, start: Any, **options: Any) -> Any:
+        from jaxattn.models.weight_map.encodings import FloatEncoding
+
+        floats = target.dtype in _FLOATS and all(part.dtype in _FLOATS for part in parts)
+        if type(options["stored"]) is not FloatEncoding or not floats:
+            return self.place.lower(target, parts, start, **options)
+        transform, stacked = options["transform"], options["stacked"]
+
+        def placed(target: Any, parts: Any, start: np.ndarray) -> jax.Array:
+            [rows], sharding = parts, target.sharding
+            part = np.stack([np.asarray(transform.block(each)) for each in np.asarray(rows)])
+            part = part if stacked else part[0]
+            part = part.reshape((1,) * (target.ndim - part.ndim) + part.shape)
+            found = np.array(target)
+            places = [
+                slice(first := min(max(int(begin), 0), dim - size), first + size)
+                for begin, dim, size in zip(start, found.shape, part.shape, strict=True)
+            ]
+            with np.errstate(all="ignore"):
+                found[tuple(places)] = part
+            # In memory that XLA owns, and committed, as what a program returns.
+            return jax.device_put(jnp.array(found), sharding)
+
+        return _Lowered(placed)
+
+
+class _Lowered:
+    def __init__(self, placed: Callable[..., jax.Array]):
+        self.placed = placed
+
+    def compile(self, **_: Any) -> Callable[..., jax.Array]:
+        return self.placed
+
+
+def use_numpy_loading(enabled: bool) -> None:
+    """Lets NumPy place weights that are loaded, or again a program of XLA for each shape."""
+    from jaxattn.models.loading import weight_loader
+
+    place = weight_loader._place
+    own = place.place if isinstance(place, _PlacedByNumPy) else place
+    weight_loader._place = _PlacedByNumPy(own) if enabled else own

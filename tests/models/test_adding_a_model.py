@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -31,10 +31,15 @@ def program() -> dict:
     return names
 
 
+@cache
+def forward_of(model: DecoderModel):
+    return jax.jit(lambda params, tokens: model.bind(params)(tokens))
+
+
 def continued(model: DecoderModel, params, prompt: bytes, count: int) -> list[int]:
     """Greedy tokens by the training forward over the whole text, one more each time."""
-    text, forward = list(prompt), jax.jit(lambda tokens: model.bind(params)(tokens))
-    padded = np.zeros((1, len(prompt) + count), np.int32)
+    text, forward = list(prompt), partial(forward_of(model), params)
+    padded = np.zeros((1, 32), np.int32)  # of one length, which is compiled once
     for _ in range(count):
         padded[0, : len(text)] = text
         text.append(int(forward(padded)[0, len(text) - 1].argmax()))
@@ -117,11 +122,12 @@ def test_a_rows_result_does_not_depend_on_what_other_slots_hold(packed):
     tables = np.array([[1, 2], [-1, 99]], np.int32)
     chunk = np.array([list(b"text    "), list(b"padding!")], np.int32)
     lens, slots = np.array([4, 0], np.int32), np.array([2, -1], np.int32)
-    found = []
+    prefill, decode, found = jax.jit(model.prefill), jax.jit(model.decode), []
     for state in (clean, dirty):
-        logits, state = model.prefill(held, state, PrefillBatch(chunk, lens, lens, tables, slots))
+        state = jax.device_put(state, jax.devices()[0])  # as what a step returns, for one program
+        logits, state = prefill(held, state, PrefillBatch(chunk, lens, lens, tables, slots))
         step = DecodeBatch(chunk[:, :1], lens + (lens > 0), tables, slots)
-        again, state = model.decode(held, state, step)
+        again, state = decode(held, state, step)
         assert not logits[1].any() and not again[1].any()
         found.append((logits[0], again[0], state.array("average")[:, 2]))
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -28,6 +28,7 @@ from tests.helpers.at_once import at_once
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_gqa_decoder import ATTENTION, DELTA, MLPS, STREAM
 from tests.models.test_hybrid import SMALL
+from tests.parallel.cases import drawn_params
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -113,7 +114,7 @@ def test_an_engine_serves_the_format_of_its_limits():
 def test_a_format_that_the_parameters_have_no_scales_for_is_refused():
     plain = model((ATTENTION,) * 2)
     with pytest.raises(ValueError, match=r"kv_scale.*is missing; expected float32\[2, 2, 2\]"):
-        Engine(plain, plain.init_params(jax.random.key(0)), IN_FP8)
+        Engine(plain, drawn_params(plain), IN_FP8)
 
 
 def test_a_hybrid_of_latents_has_block_scaled_fp8():

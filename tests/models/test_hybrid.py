@@ -32,7 +32,7 @@ SMALL = HybridConfig(
     hidden_size=32,
     intermediate_size=40,
     num_repeats=2,
-    gdn_per_repeat=2,
+    gdn_per_repeat=1,
     num_attention_heads=2,
     kv_lora_rank=32,
     qk_nope_head_dim=8,
@@ -123,6 +123,15 @@ def test_prefill_chunks_and_decode_continue_the_training_forward():
     check(rows, rows.prefill(1, 3))
     check(rows, rows.decode(1, 1))
     check(rows, rows.decode(1, 0), [0])
+
+
+@pytest.mark.slow(
+    reason="a token that sees the one behind it; found by rows with drafts in "
+    "engine/test_speculate and engine/test_draft_head too"
+)
+def test_a_step_of_two_tokens_continues_the_training_forward():
+    rows = Rows(SMALL)
+    rows.prefill(5, 8)
     check(rows, rows.decode(1, 1, count=2))
 
 
@@ -139,11 +148,11 @@ def test_prefill_chunks_and_decode_continue_the_training_forward():
             "linear_num_key_heads": 2,
             "linear_conv_kernel_dim": 2,
             "num_repeats": 1,
-            "gdn_per_repeat": 1,
+            "gdn_per_repeat": 2,
         },
         {"gdn_per_repeat": 0},
     ],
-    ids=["one_of_each", "mla_only"],
+    ids=["two_of_three", "mla_only"],
 )
 def test_every_shape_of_model_decodes_what_it_trains(changes):
     rows = Rows(dataclasses.replace(SMALL, **changes))
@@ -153,7 +162,7 @@ def test_every_shape_of_model_decodes_what_it_trains(changes):
 
 @pytest.mark.slow(reason="a state or a cache of another dtype; found by bfloat16 of folders too")
 def test_bfloat16_follows_its_training_forward_loosely():
-    config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16", gdn_per_repeat=1)
+    config = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
     rows = Rows(config)
     check(rows, rows.prefill(5, 8), tolerance=0.1)
     check(rows, rows.decode(1, 1), tolerance=0.1)
@@ -217,7 +226,7 @@ def test_a_row_writes_its_own_pages_and_slots_only():
     np.testing.assert_array_equal(written, expected)
     for pool in (rows.state.array("conv_state"), rows.state.array("ssm_state")):
         changed = np.any(np.asarray(pool) != 0.25, axis=tuple(range(2, pool.ndim)))
-        np.testing.assert_array_equal(changed, np.arange(SLOTS) == np.full((4, 1), 4))
+        np.testing.assert_array_equal(changed, np.arange(SLOTS) == np.full((2, 1), 4))
 
 
 def test_a_nan_in_one_row_stays_in_that_row():
@@ -245,7 +254,7 @@ def test_scratch_does_not_grow_with_the_layers():
     sizes = [[leaf.size for leaf in jax.tree.leaves(state.arena)] for state in states]
     assert sizes[0] == sizes[1]
     assert states[1].array("kv_cache").shape == (61, PAGES, 64, 40)
-    assert states[1].array("ssm_state").shape == (122, SLOTS, 2, 16, 8)
+    assert states[1].array("ssm_state").shape == (61, SLOTS, 2, 16, 8)
 
 
 @pytest.mark.parametrize("step", ["decode", "prefill"])
@@ -317,7 +326,7 @@ def test_the_structure_of_a_large_model_costs_no_memory():
 
 @pytest.mark.slow(reason="a segment that trains another layer; found by the finetuning example too")
 def test_the_scanned_decoder_trains():
-    config = dataclasses.replace(SMALL, dtype="bfloat16", gdn_per_repeat=1)
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
     optimizer = optax.adam(3e-3)
     params = Hybrid(config).init_params(jax.random.key(0))
 
@@ -443,15 +452,15 @@ def test_odd_widths_get_columns_of_zeros_that_change_nothing():
 
 
 def test_packed_vectors_give_the_same_bits():
-    params = Hybrid(SMALL).init_params(jax.random.key(3))
+    params = params_of(SMALL)
     packed = Hybrid(SMALL).pack(params)
     held = jax.tree.leaves((packed.params, packed.vectors))
     assert sum(leaf.size for leaf in held) == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert packed.weights["delta"].shape[0] == SMALL.num_gdn_layers
-    state = state_of(SMALL, ROWS, PAGES, SLOTS, max_pages=TABLES.shape[1], page_size=PAGE)
-    lens = jnp.ones(ROWS, jnp.int32)
-    batch = DecodeBatch(jnp.ones((ROWS, 1), jnp.int32), lens, TABLES, INDICES)
-    step = jax.jit(Hybrid(SMALL).decode)
-    (plain, plain_state), (logits, logits_state) = (step(p, state, batch) for p in (params, packed))
+    batch = DecodeBatch(np.ones((ROWS, 1), np.int32), np.ones(ROWS, np.int32), TABLES, INDICES)
+    (plain, plain_state), (logits, logits_state) = (
+        step_of("decode", SMALL)(held, Rows(SMALL, dirt=0).state, batch)
+        for held in (params, packed)
+    )
     np.testing.assert_array_equal(plain, logits)
     jax.tree.map(np.testing.assert_array_equal, plain_state, logits_state)

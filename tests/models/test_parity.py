@@ -113,6 +113,7 @@ OF_SHARED_LAYERS = (
     "deepseek_v32",
     "glm4_moe",
     "glm_moe_dsa",
+    "gpt_oss",
     "kimi_k2_int4",
     "minimax_m2",
     "ministral3",
@@ -127,9 +128,9 @@ OF_SHARED_LAYERS = (
 
 
 @of(
-    *OF_SHARED_LAYERS,
+    *(name for name in OF_SHARED_LAYERS if name != "glm_moe_dsa"),
     reason="a family's layer that is read wrongly; found by steps that give the reference logits "
-    "too",
+    "there, and in test_sparse_attention, too",
 )
 def test_the_training_forward_gives_the_reference_logits(loaded, wanted):
     model, params = loaded

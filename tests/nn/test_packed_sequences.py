@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxattn import nn
 from jaxattn.core.numerics.rope import QueryScaling, RopeConfig
+from tests.helpers.at_once import at_once
 from tests.helpers.kernel_cases import slow
 
 HIDDEN, TOKENS = 16, 20
@@ -66,11 +67,17 @@ def alone(x, rows):
     return np.stack([np.pad(x, ((0, TOKENS - len(x)), (0, 0))) for x in pieces])
 
 
-@pytest.mark.slow_cases(reason="another rule in the same layer; its op has packed rows of its own")
+@pytest.mark.slow_cases(
+    reason="another rule or attention in the same layer; found by the other layers there, and by "
+    "packed rows of its op in ops/attention/test_segments, ops/gdn/test_gdn and ops/kda/test_kda, "
+    "too"
+)
 @pytest.mark.parametrize(
     ("name", "keyword"),
     [
-        *((name, "segment_ids") for name in ATTENTION),
+        ("GroupedQueryAttention", "segment_ids"),
+        slow("MultiHeadLatentAttention", "segment_ids"),
+        ("SparseMultiHeadLatentAttention", "segment_ids"),
         slow("GatedDeltaNet", "segment_ids"),  # a whole model's packed rows find it too
         ("GatedDeltaNet", "cu_seqlens"),
         slow("KimiDeltaAttention", "segment_ids"),
@@ -135,7 +142,7 @@ def test_a_number_that_rounds_to_infinity_reaches_no_other_sequence(name):
     for part in [layer, *(each for _, each in nnx.iter_modules(layer))]:
         if getattr(part, "dtype", None) == jnp.float32:
             part.dtype = jnp.dtype(jnp.float16)
-    out = layer(x, segment_ids=np.repeat([[1, 2]], (7, 13), axis=1))
+    out = at_once(layer, x, segment_ids=np.repeat([[1, 2]], (7, 13), axis=1))
     spoiled = np.isnan(out).any(axis=-1)[0]
     np.testing.assert_array_equal(np.flatnonzero(spoiled), [3, 4, 5, 6])
 
@@ -146,8 +153,8 @@ def test_offsets_are_segments_too(name):
     layer = nnx.merge(*module(name))
     ids = np.repeat([[0, 1, 2]], (7, 9, 4), axis=1)
     x[0, 16:] = np.nan
-    found = layer(x, cu_seqlens=[0, 7, 7, 16])
-    np.testing.assert_array_equal(found[:, :16], layer(x, segment_ids=ids)[:, :16])
+    found, wanted = at_once(layer, x, cu_seqlens=[0, 7, 7, 16]), at_once(layer, x, segment_ids=ids)
+    np.testing.assert_array_equal(found[:, :16], wanted[:, :16])
     assert not found[:, 16:].any()
 
 

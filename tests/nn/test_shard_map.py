@@ -38,7 +38,7 @@ def mesh():
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def each(seed, *shape):
@@ -329,7 +329,13 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.slow_cases(
+    reason="an operand that is not made to vary; found by gradients of the rule, the convolution "
+    "and causal attention there, and by serving of both modules, too"
+)
+@pytest.mark.parametrize(
+    "module", ["Linear", "GatedMLP", slow("MultiHeadLatentAttention"), slow("GatedDeltaNet")]
+)
 def test_data_parallel_training(module):
     graphdef, weights = nnx.split(MODULES[module]())
 

@@ -10,7 +10,7 @@ from jaxattn.parallel.hlo_all_reduces import all_reduces
 from tests.helpers.virtual_devices import on_virtual_devices
 from tests.parallel.cases import SMALL, Stepped, decoder
 
-LAYERS = (("mla", "moe"), ("gdn", "mlp"), ("gdn", "wide"))
+LAYERS = (("mla", "moe"), ("gdn", "mlp"))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ def widened(scales, shape):
 
 @pytest.mark.slow(
     reason="scales that are multiplied with other numbers, or loaded elsewhere; found by the cuts "
-    "above, parallel/test_loading and deepseek_v3_fp8 in parallel/test_tiny_checkpoints too"
+    "above and those of deepseek_v3_fp8 in parallel/test_loading, bit by bit, too"
 )
 @pytest.mark.parametrize("classes", ["Qwen3Next", "DeepseekV3"])
 @on_virtual_devices

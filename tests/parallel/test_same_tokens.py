@@ -33,8 +33,8 @@ def assert_same(layers: tuple, tied: bool, layout: dict) -> None:
 
 @pytest.mark.slow_cases(
     reason="a cut of another axis; found by KDA next to experts and grouped-query attention there, "
-    "by data groups with experts in parallel/test_tiny_checkpoints and by latents and a delta net "
-    "over tensor and context in parallel/test_engine too"
+    "whose data groups share the experts, and by latents and a delta net over tensor and context "
+    "in parallel/test_engine too"
 )
 @pytest.mark.parametrize(
     "layout",
@@ -110,7 +110,7 @@ def test_a_choice_among_fp8_keys_in_steps_of_prompts_and_rows():
 @pytest.mark.parametrize(
     "layers, tied, layout",
     [
-        (KDA, True, dict(data=2, tensor=2, context=2)),
+        (KDA, True, dict(data=2, tensor=2, context=2, expert=4)),
         pytest.param(KDA[1:], False, dict(tensor=2), marks=pytest.mark.slow),
         pytest.param(KIMI, False, dict(tensor=2), marks=pytest.mark.slow),
         pytest.param(LING, False, dict(tensor=2), marks=pytest.mark.slow),

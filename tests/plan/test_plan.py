@@ -34,7 +34,7 @@ from jaxattn.plan.alternative_scratch_designs import published, split_kv_workspa
 from jaxattn.plan.estimated_plan import plan_group
 from jaxattn.plan.placement import ModelPlacement
 from jaxattn.plan.plan_display import bar, print_plan
-from tests.helpers.engine_cases import CONFIG, LIMITS, SMALLEST
+from tests.helpers.engine_cases import CONFIG, LIMITS, RECURRENT, SMALLEST
 from tests.helpers.fake_hub import FakeHub, files_of, use
 from tests.helpers.model_cases import state_of
 
@@ -301,7 +301,7 @@ def shapes(config, *, rows, chunk, pages, held):
     ids=["hybrid", "mla", "vocabulary"],
 )
 def test_temp_is_below_its_bound_and_a_larger_cache_does_not_raise_it(change, rows, chunk):
-    config = dataclasses.replace(CONFIG, **change)
+    config = dataclasses.replace(RECURRENT, **change)
     params = jax.eval_shape(Hybrid(config).pack, Hybrid(config).param_shapes())
     state, steps = shapes(config, rows=rows, chunk=chunk, pages=4, held=9)
     larger, _ = shapes(config, rows=rows, chunk=chunk, pages=4, held=9000)
@@ -405,7 +405,7 @@ def test_the_plan_of_the_decoder_needs_no_compiler_and_allocates_nothing(monkeyp
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
     gc.collect()  # of tests before
     before = len(jax.live_arrays())
-    made = plan(Hybrid(CONFIG), "2GiB", dataclasses.replace(LIMITS, num_pages=7))
+    made = plan(Hybrid(RECURRENT), "2GiB", dataclasses.replace(LIMITS, num_pages=7))
     assert len(jax.live_arrays()) <= before
     assert {item.name: item.basis for item in made.items} == {
         "weights": "shapes",

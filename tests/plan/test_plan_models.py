@@ -105,7 +105,13 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 @pytest.mark.parametrize(
     "name, given",
     [
-        ("max_model_len", {"max_model_len": 16_384}),
+        pytest.param(
+            "max_model_len",
+            {"max_model_len": 16_384},
+            marks=pytest.mark.slow(
+                reason="a limit that does not fit; found by the batch and the pages there too"
+            ),
+        ),
         ("batch", {"batch": 16_384, "max_model_len": 512}),
         ("num_pages", {"batch": 64, "max_model_len": 1024, "num_pages": 1024}),
     ],

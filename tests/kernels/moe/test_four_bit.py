@@ -19,7 +19,7 @@ from jaxattn.kernels.moe.launch import mixture_of_experts_mosaic
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.at_once import at_once
 from tests.helpers.four_bit_compiled import dequantize, quantize
-from tests.helpers.kernel_cases import no_races, relative
+from tests.helpers.kernel_cases import no_races, relative, slow
 from tests.helpers.moe_cases import expected, moe_case
 
 LAYER = 1
@@ -157,7 +157,11 @@ def test_every_format_lowers_for_a_gpu(form, dtype):
     assert text.count("custom_call @mosaic_gpu") == 3  # two products and the sum
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.slow_cases(
+    reason="a ring of fewer stages in another format; found by MXFP4 of gpt-oss there, and by all "
+    "formats on a GPU, too"
+)
+@pytest.mark.parametrize("name", ["gpt-oss", slow("qwen3")])
 def test_every_number_of_tokens_has_shared_memory(name, monkeypatch):
     """A ring of two stages at least, which lowering counts; wide tiles are the largest."""
     features, width, experts, top_k, form = REAL[name]

@@ -165,25 +165,33 @@ def cut(columns, *, consumers, parts, depth=128, stages=3, blocks=3, split=False
     )
 
 
-@pytest.mark.slow_cases(reason="a race of scales; found where a warpgroup is for up too")
+@pytest.mark.slow_cases(
+    reason="a race of scales or of two stages; found where a warpgroup is for up, with two stages, "
+    "too"
+)
 @pytest.mark.parametrize(
     "config, fp8",
     [
         (cut(16, consumers=2, parts=2), False),
-        (cut(8, consumers=1, parts=1, depth=64, stages=2, blocks=2), False),
+        slow(cut(8, consumers=1, parts=1, depth=64, stages=2, blocks=2), False),
         slow(cut(8, consumers=2, parts=1, blocks=5), True),
         (cut(8, consumers=1, parts=1, blocks=1, stages=2, split=True), True),
     ],
     ids=["two warpgroups", "two stages", "fp8", "fp8, a warpgroup for up"],
 )
 def test_no_race_and_the_same_whatever_the_cut(config, fp8):
+    """A NaN in a token stays in that token, and one of padding is zero."""
     args, scales = taken_apart(moe_case(11, 3, 2, features=256, width=128, fp8=fp8, seed=3))
+    x, ids, weights = (np.array(each) for each in args[:3])
+    x[2], ids[4], weights[4] = np.nan, -1, np.nan
     run = functools.partial(
         mixture_of_experts_mosaic, **scales, layer=LAYER, interpret=True, config=config
     )
     with no_races():
-        y = jax.block_until_ready(jax.jit(run)(*args))
-    assert error_of(y, args, scales) < 1e-3
+        y = np.asarray(jax.jit(run)(*map(jnp.asarray, (x, ids, weights)), *args[3:]))
+    assert np.isnan(y[2]).all() and not y[4].any()
+    others = np.delete(np.arange(11), [2, 4])
+    assert error_of(y[others], (*(each[others] for each in args[:3]), *args[3:]), scales) < 1e-3
 
 
 def test_tiles_of_few_tokens_are_narrower_and_outputs_may_be_rounded():
@@ -254,17 +262,6 @@ def test_all_items_of_a_token_are_under_way_at_once(name, gate_up, down):
         assert (product.together, product.blocks) == (together, 132 * together)
     many = choose(tokens=32, top_k=top_k, **sizes)
     assert many.gate_up.together == many.down.together == 1
-
-
-def test_a_nan_in_a_token_stays_in_that_token_and_padding_is_zero():
-    args = moe_case(10, 3, 2)
-    x, ids, weights, gate_up, down = args
-    ids = ids.at[4].set(-1)
-    run = jax.jit(functools.partial(mixture_of_experts_mosaic, layer=LAYER, interpret=True))
-    clean = run(x, ids, weights, gate_up, down)
-    found = run(x.at[2].set(jnp.nan), ids, weights.at[4].set(jnp.nan), gate_up, down)
-    assert np.isnan(found[2]).all() and not np.asarray(found[4]).any()
-    np.testing.assert_array_equal(np.delete(found, [2, 4], 0), np.delete(clean, [2, 4], 0))
 
 
 @pytest.mark.slow(reason="an arena that is not carried; found by engine/test_greedy on a GPU too")

@@ -136,7 +136,7 @@ def test_the_kernel_sorts_several_tokens_as_xla_does(
         x = normals(0)(tokens, 320, dtype=jnp.bfloat16)
         work, rows = at_once(
             align_and_sort_tokens, jnp.asarray(ids), x, experts, columns,
-            blocks=20 if interpret else None, interpret=interpret,
+            blocks=6 if interpret else None, interpret=interpret,
         )  # fmt: skip
         jax.block_until_ready(rows)
     check_sorted(work, rows, ids, x, experts, columns)
@@ -240,7 +240,7 @@ def test_all_tokens_of_one_expert_are_as_many_tiles_as_they_fill():
 
 def test_the_bounds_hold_for_the_worst_choice():
     for tokens, experts, top_k, columns in [(9, 4, 2, 8), (64, 3, 3, 16), (50, 64, 8, 32)]:
-        for seed in range(5):
+        for seed in range(2):
             check(drawn(tokens, experts, top_k, seed=seed), experts, columns)
         assert compute_max_tiles(tokens, top_k, experts, columns) >= min(experts, tokens * top_k)
 

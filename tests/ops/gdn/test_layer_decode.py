@@ -275,7 +275,7 @@ def test_strength_of_the_gates(g, beta, implementation):
     # softplus(50) = 50; exp(-inf) = 0 decays nothing at all.
     case.A_log = jnp.full_like(case.A_log, np.log(-g / 50) if g else -np.inf)
     case.dt_bias = jnp.zeros_like(case.dt_bias)
-    strength = jnp.full((batch, q_len, heads), 200.0 if beta else -200.0)
+    strength = jnp.full((batch, q_len, heads), 200.0 if beta else -200.0, jnp.float32)
     case.ba = jnp.concatenate([strength, jnp.full_like(strength, 50.0)], axis=-1)
     # After the last token alone, so that states after every token share the executable.
     writes = jnp.asarray([[-1, -1, 0], [-1, -1, 3], [-1, -1, -1]], jnp.int32)
@@ -375,7 +375,11 @@ def test_pools_and_weights_without_a_stack(implementation):
     assert_matches(case, results)
 
 
-@implementations
+@slow_interpreted(
+    "an output that lies elsewhere in the arena; found by the rule's arena in kernels/gdn/decode/"
+    "test_kernel, whose launch this is, by XLA's layer, and on a GPU, too",
+    "xla",
+)
 def test_writes_into_a_poisoned_arena(implementation):
     case = make([2, -1, 0], q_len=3)
     spec = gdn.scratch(batch=3, q_len=3, num_v_heads=2, dtype=jnp.float32)
@@ -720,6 +724,10 @@ def assert_some_rows_match(implementation, batch, rows):
         assert relative(state, expected[2]) < 5e-3
 
 
+@pytest.mark.slow(
+    reason="a comparison of some rows that is wrong; found by more than 65,535 blocks on a GPU, "
+    "and a fault of XLA's layer by shuffled slots there, too"
+)
 def test_some_rows_of_a_few():
     assert_some_rows_match("xla", 4, np.array([0, 2, 3]))
 
@@ -776,9 +784,10 @@ def test_gates_of_two_parts_are_added(implementation):
     step = functools.partial(
         gated_delta_net_decode, eps=EPS, layer=case.layer, implementation=implementation
     )
+    jitted = jax.jit(step, static_argnames="halves")
     qkvz, ba, *rest = case.args
     first = ba.astype(jnp.bfloat16).astype(ba.dtype)
-    found = step(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
-    jax.tree.map(np.testing.assert_array_equal, found, step(*case.args))
+    found = jitted(qkvz, jnp.concatenate([first, ba - first], axis=-1), *rest, halves=True)
+    jax.tree.map(np.testing.assert_array_equal, found, jitted(*case.args))
     with pytest.raises(ValueError, match=r"ba must be \[B, S, 4 Hv\] = \[3, 1, 8\], optionally"):
         step(*case.args, halves=True)

@@ -343,6 +343,10 @@ def test_what_does_not_fit_is_named(change, error, message):
         gqa.gqa_decode(**{**given, "layer": 1, **change})
 
 
+@pytest.mark.slow(
+    reason="a layer that is traced; found by the op's own schedule in "
+    "kernels/gqa/decode/test_kernel, whose layer is traced, too"
+)
 def test_the_kernel_gives_what_xla_gives_of_a_traced_layer():
     """In the interpreter, by name; the layer is traced."""
     pool = make_pool([70, 0, 5], page=16, kv_heads=2, dim=64)

@@ -159,7 +159,7 @@ def test_gradients_of_queries_sinks_and_gates():
         ].sum()
 
     args = case.q, case.options["sinks"], case.options["gate"]
-    for i, grad in enumerate(jax.grad(total, (0, 1, 2))(*args)):
+    for i, grad in enumerate(jax.jit(jax.grad(total, (0, 1, 2)))(*args)):
         step = np.random.default_rng(i).normal(size=grad.shape).astype(np.float32)
         both = [
             total(*(x + s * 1e-2 * step if j == i else x for j, x in enumerate(args)))

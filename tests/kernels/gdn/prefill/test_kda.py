@@ -39,14 +39,13 @@ def test_packed_sequences_before_nan(split_tokens, implementation):
 
 
 def with_decays_from_one_to_zero(case):
-    """The case, whose last 130 tokens have four heads of such decays."""
+    """The case, whose tokens have four heads of such decays."""
     g = np.array(case.g)
-    first = case.tokens - 130
-    g[:, first : first + 130, 0] = 0.0
-    g[:, first : first + 130, 1] = -1000.0
-    g[:, first + 7 : first + 130 : 5, 2, ::2] = -1000.0
-    g[:, first : first + 130, 3] *= 1e-3
-    g[:, first + 9, 3, 5] = -np.inf
+    g[:, : case.tokens, 0] = 0.0
+    g[:, : case.tokens, 1] = -1000.0
+    g[:, 7 : case.tokens : 5, 2, ::2] = -1000.0
+    g[:, : case.tokens, 3] *= 1e-3
+    g[:, 9, 3, 5] = -np.inf
     case.g = jnp.asarray(g)
     return case
 
@@ -112,7 +111,7 @@ def test_no_race_in_the_interpreter(monkeypatch):
     than one, and decays from one to zero side by side."""
     monkeypatch.setattr(inter_chunk_launch, "NUM_SMS", 3)
     monkeypatch.setattr(kda_launch, "NUM_SMS", 2)
-    case = with_decays_from_one_to_zero(make([0, 130], key_heads=4, value_heads=4))
+    case = with_decays_from_one_to_zero(make([0, 70], key_heads=4, value_heads=4))
     pooled = on_a_pool(case, [0, 2], [0, 3], [[-1], [2]], num_slots=4)
     live, (reads, writes) = jnp.ones(2, bool), jnp.array([[0, 2], [-1, 3]])
     pool = PrefillStatePool(

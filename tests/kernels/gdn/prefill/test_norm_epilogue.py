@@ -130,14 +130,31 @@ def test_gated_norm_of_float16_and_of_gates_of_any_size(implementation, monkeypa
         assert relative(out[0, row], normed[row]) < BOUND
 
 
-def test_a_gate_of_another_dtype_is_normed_by_xla(begun, monkeypatch):
+@pytest.mark.parametrize(
+    "lowered",
+    [
+        True,
+        pytest.param(
+            False,
+            marks=pytest.mark.slow(
+                reason="a norm that XLA leaves out behind the kernel; found by the same without "
+                "kernels there, and on a GPU, where XLA norms halves in blocks of their own, too"
+            ),
+        ),
+    ],
+)
+def test_a_gate_of_another_dtype_is_normed_by_xla(lowered, begun, monkeypatch):
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 3)
     pooled, arguments = gated_case([65, 3], [0, -1])
     gate = arguments["output_norm"].gate.astype(jnp.float32)
     arguments |= with_norm(arguments, gate=gate)
-    out, _ = run(arguments, "mosaic_gpu_interpret")
-    assert not begun
-    assert_normed(pooled, arguments, out)
+    if lowered:
+        jax.jit(lambda: run(arguments, "mosaic_gpu_interpret")).lower()
+        assert not begun
+    else:
+        out, _ = run(arguments, "mosaic_gpu_interpret")
+        assert not begun
+        assert_normed(pooled, arguments, out)
 
 
 def test_without_kernels_it_is_the_same():
@@ -147,12 +164,13 @@ def test_without_kernels_it_is_the_same():
     assert_normed(pooled, arguments, run(arguments, "xla")[0])
 
 
-def test_no_race_in_the_interpreter(monkeypatch):
+def test_no_race_in_the_interpreter(begun, monkeypatch):
     """One block has all runs: its places in shared memory are loaded several times."""
     monkeypatch.setattr(gdn_prefill_state, "NUM_SMS", 1)
-    pooled, arguments = gated_case([0, 130], [0, 2])
+    pooled, arguments = gated_case([0, 70], [0, 2])
     with no_races():
         out, _ = jax.block_until_ready(run(arguments, "mosaic_gpu_interpret"))
+    assert begun
     assert_normed(pooled, arguments, out)
 
 

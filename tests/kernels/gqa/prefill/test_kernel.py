@@ -187,7 +187,10 @@ def test_resident_blocks_take_many_tiles(blocks, implementation, traced_anew, mo
         run(case, implementation)
 
 
-@both_devices
+@slow_interpreted(
+    "a NaN in another row; found by all tests there, where what a row does not own is NaN, by a "
+    "NaN in mla/prefill/test_kernel, and by the same test on a GPU, too"
+)
 def test_a_nan_among_a_rows_own_keys_stays_in_its_row(implementation):
     case = prefill_case([40, 40], [40, 40], group=1, kv_heads=2)
     q, k, v = case.new

@@ -88,14 +88,14 @@ def even_cuts(lens, parts):
 
 
 @pytest.mark.slow_cases(
-    reason="a column or a tile of another token; found by 26 heads there, by five tokens and "
-    "columns in test_swap_ab, and on a GPU, too"
+    reason="a column or a tile of another token, a padding row; found by 13 heads of two tokens in "
+    "the poisoned arena there, by five tokens and columns in test_swap_ab, and on a GPU, too"
 )
 @both_devices
 @pytest.mark.parametrize(
     "lens, q_len, heads",
     [
-        ([140, 0, 128], 1, 26),  # tail page, padding row, whole pages
+        slow([140, 0, 128], 1, 26),  # tail page, padding row, whole pages
         slow([1, 63, 64, 65], 1, 3),  # heads as columns
         slow([65], 1, 20),  # 24 of them
         slow([65, 2], 3, 9),  # a row with fewer keys than query tokens; a tile across tokens
@@ -138,12 +138,12 @@ def test_rows_of_which_the_schedule_knows_another_length_are_nan(
 ):
     """Longer, shorter, without tokens before, and without them now: the others are as they were.
     Both kernels, rows in pieces and whole."""
-    case = mla_case([70, 390, 0, 129, 40, 0, 100], heads=heads)
+    case = mla_case([70, 200, 0, 129, 0], heads=heads)
     shape = dict(
         q_len=1, num_heads=heads, max_pages=case.block_tables.shape[1],
         batch_invariant=batch_invariant, interpret=implementation != "mosaic_gpu",
     )  # fmt: skip
-    scheduled_lens = jnp.asarray([70, 129, 33, 390, 0, 0, 100], jnp.int32)
+    scheduled_lens = jnp.asarray([70, 129, 33, 200, 0], jnp.int32)
     known = np.asarray(scheduled_lens == case.seq_lens)
     out, lse = map(
         np.asarray, run(case, implementation, schedule=decode_schedule(scheduled_lens, **shape))
