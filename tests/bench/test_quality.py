@@ -64,10 +64,6 @@ def test_all_formats_that_a_model_supports_are_measured_unless_some_are_given():
     assert quality.formats_of(model, ["auto"]) == ["auto"]
 
 
-@pytest.mark.slow(
-    reason="codes of fewer bits that lose less; found by the scores of each preset in "
-    "core/test_turboquant too"
-)
 def test_fewer_bits_lose_more():
     attention = GQA(num_heads=4, num_kv_heads=2, head_dim=64, rope=RopeConfig(dim=64))
     stream = Stream(hidden_size=64, eps=1e-6, dtype="float32", param_dtype="float32")
