@@ -124,6 +124,15 @@ def test_a_leader_says_how_many_are_missing_and_a_follower_that_there_is_no_lead
         transport.connect_to_driver(address, timeout=0.2)
 
 
+def test_a_closed_link_accepts_nothing(linked):
+    """As from a watch that looks at the links while another thread closes them."""
+    leader, other = linked
+    assert leader.offer(transport.ALIVE)
+    leader.close()
+    assert not leader.offer(transport.ALIVE)
+    other.close()
+
+
 def test_an_address_without_a_port_is_refused():
     for address in ("host", "host:", ":1", "host:port", "host:70000"):
         with pytest.raises(ValueError, match="address must be HOST:PORT"):

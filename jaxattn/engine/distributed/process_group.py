@@ -206,7 +206,8 @@ class ProcessGroup:
                 try:
                     link.offer(ALIVE, None, self._steps_sent)
                 except HostError as error:
-                    self.end_all(str(error))
+                    if not self._closed.is_set():
+                        self.end_all(str(error))
                     return
             # Only the leader judges, because it knows how far each of the others is.
             if self.leads and (message := self._describe_stuck_step()):

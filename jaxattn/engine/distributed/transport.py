@@ -84,8 +84,8 @@ class TransportLink:
     ) -> bool:
         """Sends a short message if the connection accepts it. Returns whether it did.
 
-        A stopped process accepts no message once its buffers are full. Then `send` waits forever,
-        and so does every later sender.
+        A closed link accepts no message. A stopped process accepts none once its buffers are full.
+        Then `send` waits forever, and so does every later sender.
 
         Args:
             timeout: The seconds to wait while another message is being sent.
@@ -96,6 +96,8 @@ class TransportLink:
         if not self._sending.acquire(timeout=timeout):
             return False
         try:
+            if self._closing:
+                return False
             ready = select.poll()
             ready.register(self._connection, select.POLLOUT)
             if not ready.poll(0):
@@ -158,7 +160,7 @@ class TransportLink:
         def read_and_close() -> None:
             read()
             if self._closing:
-                self._connection.close()
+                self._close_connection()
 
         self._reader = threading.Thread(target=read_and_close, name=f"from {self.name}")
         self._reader.daemon = True
@@ -170,6 +172,11 @@ class TransportLink:
         with contextlib.suppress(OSError):  # the other process closed it first
             self._connection.shutdown(socket.SHUT_WR)
         if self._reader is None or not self._reader.is_alive():
+            self._close_connection()
+
+    def _close_connection(self) -> None:
+        # No thread polls or writes meanwhile. The shutdown has ended a write that waited.
+        with self._sending:
             self._connection.close()
 
     def _read_message(self) -> TransportMessage:
