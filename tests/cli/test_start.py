@@ -44,8 +44,6 @@ from tests.helpers.engine_cases import (
     params_of,
 )
 
-pytestmark = pytest.mark.lazy_steps
-
 MODEL = Hybrid(SMALLEST)
 FILLED = dataclasses.replace(WHOLE, num_pages=None, utilization=0.5)
 

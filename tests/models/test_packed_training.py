@@ -52,36 +52,24 @@ def loss_of(params, tokens, counts, saved=None, **packed):
     return -jnp.where(counts, found, 0).sum()
 
 
-@pytest.mark.parametrize(
-    "with_gradients",
-    [
-        False,
-        pytest.param(
-            True,
-            marks=pytest.mark.slow(
-                reason="a gradient of another sequence; found by gradients of layers in "
-                "nn/test_packed_sequences and of ops in ops/attention/test_segments too"
-            ),
-        ),
-    ],
-)
-def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences(with_gradients):
-    """Those of a row for each sequence, with zeros behind it."""
+def of_sequences_alone():
+    """The loss and its gradients of a row for each sequence, with zeros behind it."""
     each = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     rows = np.zeros(each.shape, np.int32)
     rows[each] = TOKENS[: ENDS[-1]]
+    return jax.jit(jax.value_and_grad(lambda params: loss_of(params, rows, each[:, 1:])))(params())
+
+
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences():
     ids = np.repeat([0, 1, 2, 3], [*LENGTHS, 2])
-    tokens = TOKENS[None]
+    wanted, tokens = of_sequences_alone(), TOKENS[None]
     counts = (ids[1:] == ids[:-1]) & (ids[1:] < 3)
     options = {"segment_ids": ids[None], "saved": jax.checkpoint_policies.nothing_saveable}
-    found, wanted = (
-        jax.jit(jax.value_and_grad(loss) if with_gradients else loss)(params())
-        for loss in (
-            lambda params: loss_of(params, tokens, counts[None], **options),
-            lambda params: loss_of(params, rows, each[:, 1:]),
-        )
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, wanted)
+    run = jax.value_and_grad(lambda params: loss_of(params, tokens, counts[None], **options))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5),
+        jax.jit(run)(params()), wanted,
+    )  # fmt: skip
 
 
 @pytest.mark.slow(reason="layers have offsets of their own; the model hands them on")
