@@ -42,7 +42,7 @@ sys.addaudithook = _add_hook
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.helpers.eager_moves import use_numpy_loading, use_numpy_moves  # noqa: E402
+from tests.helpers.eager_moves import use_numpy_moves  # noqa: E402
 from tests.helpers.executables import (  # noqa: E402
     keep_freed_memory,
     leave_out_locations,
@@ -315,14 +315,6 @@ def lazy_steps(request: pytest.FixtureRequest) -> Iterator[None]:
     _use_lazy_steps(request, True)
     yield
     _use_lazy_steps(request, False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _numpy_loading(request: pytest.FixtureRequest) -> None:
-    """Loads weights without a program for each shape, except in files that test the loader."""
-    if "jaxattn.models.loading.weight_loader" in sys.modules:
-        quick = jax.default_backend() == "cpu" and not request.config.getoption("--slow")
-        use_numpy_loading(quick and not hasattr(request.module, "LOADED_BY_XLA"))
 
 
 @pytest.fixture

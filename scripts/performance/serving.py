@@ -95,9 +95,10 @@ def _losses(rows: list[Row]) -> str:
     lost: dict[str, list[str]] = {}
     for row in rows:
         if (times := times_as_fast(row)) and times < 1:
-            *load, what = f"{row['model']}, {row['what']}".split(", ")
-            lost.setdefault(", ".join(load), []).append(f"{what} ({times:.2f} times as fast)")
-    return "".join(f" Losses of {of}: {', '.join(whats)}." for of, whats in lost.items())
+            *load, what = row["what"].split(", ")
+            where = ", ".join([row["model"], *load])
+            lost.setdefault(where, []).append(f"{what} ({times:.2f} times as fast)")
+    return "".join(f" Losses of {where}: {', '.join(whats)}." for where, whats in lost.items())
 
 
 def _times(rows: list[Row]) -> str:

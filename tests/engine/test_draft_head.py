@@ -18,6 +18,7 @@ from jaxattn.models.caches.layer_cache import CacheSize
 from jaxattn.models.interface import PrefillBatch, init_state, scratch_spec
 from jaxattn.models.loading.huggingface_checkpoint import load
 from tests.helpers.draft_heads import VOCAB, write_folder
+from tests.helpers.kernel_cases import slow
 
 pytestmark = pytest.mark.lazy_steps
 
@@ -89,21 +90,11 @@ def run(engine, requests, period):
     return [(each.tokens, each.finish_reason) for each in found]
 
 
-@pytest.mark.parametrize(
-    "mix",
-    [
-        mix
-        if mix != "drawn"
-        else pytest.param(
-            mix,
-            marks=pytest.mark.slow(
-                reason="a guess that is compared with the draw of another place; found by drawn "
-                "rows in test_speculate too"
-            ),
-        )
-        for mix in MIXES
-    ],
+@pytest.mark.slow_cases(
+    reason="a guess that is compared with the draw of another place; found by drawn rows in "
+    "test_speculate too"
 )
+@pytest.mark.parametrize("mix", [slow(mix) if mix == "drawn" else mix for mix in MIXES])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_say_the_same_with_drafts_and_without(engine_of, family, mix):
     """Their prompts are found in the prefix cache from the second time on."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from pathlib import Path
@@ -41,17 +42,13 @@ def executable():
 
 
 SOURCE_HASH = executable_cache.source_hash
-
-
-@pytest.fixture(scope="module")
-def hash_of_source():
-    return SOURCE_HASH()
+HASHED_ONCE = functools.cache(SOURCE_HASH)
 
 
 @pytest.fixture(autouse=True)
-def hashed_once(monkeypatch, hash_of_source):
+def hashed_once(monkeypatch):
     """Reading the whole package takes 60 ms, which most tests would do several times."""
-    monkeypatch.setattr(executable_cache, "source_hash", lambda: hash_of_source)
+    monkeypatch.setattr(executable_cache, "source_hash", HASHED_ONCE)
 
 
 @pytest.fixture

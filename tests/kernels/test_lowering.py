@@ -30,7 +30,7 @@ from jaxattn.ops.mla.append import mla_append as append_op
 from jaxattn.ops.mla.prefill import causal_attention, mla_prefill
 from jaxattn.ops.moe.experts import mixture_of_experts
 from tests.helpers.gqa_cases import launch_gqa_decode
-from tests.helpers.kernel_cases import launch_mla_decode
+from tests.helpers.kernel_cases import launch_mla_decode, slow
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,10 @@ def shape(*sizes, dtype=jnp.bfloat16):
 ints = functools.partial(shape, dtype=jnp.int32)
 
 
+@pytest.mark.slow_cases(
+    reason="an operand of 512 dims; found by 576 dims there, and by latents without rotated dims "
+    "in test_swap_ab, in the interpreter and on a GPU, too"
+)
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
@@ -69,13 +73,7 @@ ints = functools.partial(shape, dtype=jnp.int32)
         dict(page=16, ragged=True),
         dict(page=128, output_by_tma=True),
         dict(batch_invariant=True),
-        pytest.param(
-            dict(dim=512),
-            marks=pytest.mark.slow(
-                reason="an operand of 512 dims; found by 576 dims there, and by latents without "
-                "rotated dims in test_swap_ab, in the interpreter and on a GPU, too"
-            ),
-        ),
+        slow(dict(dim=512)),
     ],
     ids=str,
 )

@@ -27,7 +27,6 @@ from jaxattn.models.embedded.hybrid_model import Hybrid, stored_shapes
 from scripts import train_tiny
 from tests.models.test_safetensors_header import DAMAGED
 
-LOADED_BY_XLA = True  # see tests/conftest.py
 SMALL = HybridConfig(
     vocab_size=256,
     hidden_size=32,

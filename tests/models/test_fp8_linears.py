@@ -29,6 +29,7 @@ from jaxattn.models.weight_map.quantized_linears import with_fp8_linears
 from jaxattn.parallel import Parallel
 from tests.helpers import checkpoint_variations
 from tests.helpers.fp8_folders import write_folder
+from tests.helpers.kernel_cases import slow
 from tests.helpers.safetensors_files import read_file, write_file
 from tests.models.test_parity import every_expert, steps
 
@@ -220,21 +221,8 @@ def test_a_checkpoint_in_floats_has_no_fp8():
         model_of("DeepSeek-R1", "int8")
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        name
-        if name == "DeepseekV3"
-        else pytest.param(
-            name,
-            marks=pytest.mark.slow(
-                reason="the name of another matrix; found by DeepSeek's folder there too"
-            ),
-        )
-        for name in CLASSES
-    ],
-    indirect=True,
-)
+@pytest.mark.slow_cases(reason="the name of another matrix; found by DeepSeek's folder there too")
+@pytest.mark.parametrize("folder", [*map(slow, CLASSES[:2]), "DeepseekV3"], indirect=True)
 def test_a_matrix_in_floats_among_those_is_named(folder, tmp_path, monkeypatch):
     tensors = read_file(folder / "model.safetensors")
     name = next(n for n in sorted(tensors) if n.endswith("o_proj.weight"))

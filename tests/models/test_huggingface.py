@@ -22,7 +22,6 @@ from jaxattn.models.checkpoint import CheckpointError, native_format
 from jaxattn.models.families.components.config_fields import ConfigError, ConfigFields
 from jaxattn.models.loading import huggingface_checkpoint, read_plan, weight_loader
 
-LOADED_BY_XLA = True  # see tests/conftest.py
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 
 

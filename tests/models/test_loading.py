@@ -14,7 +14,6 @@ from jaxattn.models.checkpoint import EMBEDDED, CheckpointError, native_format
 from jaxattn.models.loading import huggingface_checkpoint
 from jaxattn.models.loading.loader import read_folder
 
-LOADED_BY_XLA = True  # see tests/conftest.py
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
 YOUTU = TINY / "youtu"
 both = pytest.mark.parametrize("folder", [YOUTU, EMBEDDED], ids=["hub", "own"])

@@ -23,6 +23,7 @@ from jaxattn.models.weight_map.encodings import (
 )
 from jaxattn.models.weight_map.transforms import TransposeExperts
 from tests.helpers.four_bit_compiled import dequantize
+from tests.helpers.kernel_cases import slow
 from tests.helpers.safetensors_files import read_file, write_file
 
 TINY = Path(__file__).parents[1] / "data" / "tiny_checkpoints"
@@ -307,10 +308,7 @@ def scaled_config(strategy: str) -> dict:
     [
         *(("bfloat16", strategy) for strategy in ("channel", "tensor", "static", "block")),
         ("float32", "block"),
-        *(
-            pytest.param("float32", strategy, marks=pytest.mark.slow)
-            for strategy in ("channel", "tensor", "static")
-        ),
+        *(slow("float32", strategy) for strategy in ("channel", "tensor", "static")),
     ],
 )
 def test_fp8_with_a_scale_for_a_row_a_matrix_or_a_block(copied, strategy, dtype):

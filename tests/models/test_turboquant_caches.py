@@ -20,6 +20,7 @@ from jaxattn.models.sharding import divided
 from jaxattn.models.sharding.axis_sharding import ShardingError
 from jaxattn.parallel import Parallel
 from tests.helpers.engine_cases import FIXED
+from tests.helpers.kernel_cases import slow
 from tests.parallel.cases import drawn_params
 
 pytestmark = pytest.mark.lazy_steps
@@ -79,7 +80,7 @@ def likelihoods(name: str) -> np.ndarray:
 @pytest.mark.slow_cases(
     reason="a NaN in another row; found by codes there, and by floats in test_gqa_decoder, too"
 )
-@pytest.mark.parametrize("name", [pytest.param("bfloat16", marks=pytest.mark.slow), "k8v4"])
+@pytest.mark.parametrize("name", [slow("bfloat16"), "k8v4"])
 def test_a_row_beyond_its_block_table_says_nan_and_leaves_others_alone(name):
     made, params = in_format(name)
     size = CacheSize(pages=6, slots=2, page_size=16)

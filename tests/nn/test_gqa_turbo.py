@@ -13,6 +13,7 @@ from jaxattn.core.turboquant.codec import hadamard
 from jaxattn.nn import TurboQuantAttention
 from jaxattn.parallel import Parallel
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import slow
 from tests.helpers.turbo_compiled import dequantize, page_slots, unpack
 
@@ -36,7 +37,7 @@ def empty(made: TurboQuantAttention) -> jax.Array:
 
 @functools.cache
 def tokens() -> jax.Array:
-    return jnp.asarray(np.random.default_rng(1).normal(size=(2, LENGTH, HIDDEN)), jnp.float32)
+    return normals(1)(2, LENGTH, HIDDEN)
 
 
 prefill = nnx.jit(lambda made, *args, **given: made.prefill(*args, layer=0, **given))

@@ -22,12 +22,9 @@ from jaxattn.nn.linear_attention import gdn as gdn_module
 from jaxattn.ops.linear import norm_linear
 from jaxattn.ops.linear.norm_linear import PendingNorm
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 
 INTERPRET = "mosaic_gpu_interpret"
-
-
-def draw(seed: int, *shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def test_pairs_are_four_bytes_of_a_thread():
@@ -40,7 +37,7 @@ def test_pairs_are_four_bytes_of_a_thread():
 def test_a_linear_multiplies_by_what_its_numbers_mean(dtype, limit):
     linear = Fp8Linear(160, 192, dtype=dtype, rngs=nnx.Rngs(0))
     assert linear.weight.shape == (192, 160) and linear.scale.shape == (2, 2)
-    x = draw(1, 2, 3, 160)
+    x = normals(1)(2, 3, 160)
     wide = np.asarray(
         at_once(
             lambda: dequantize(
@@ -78,9 +75,9 @@ def stacked(linear: Linear, layers: int, layer: int, implementation: str) -> Lin
 def test_two_kinds_beside_each_other_behind_a_norm(tokens, monkeypatch):
     made = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     own = Fp8Linear(512, 256, **made), Linear(512, 64, **made), Fp8Linear(512, 128, **made)
-    rng = np.random.default_rng(1)
-    x, added = (rng.standard_normal((1, tokens, 512), np.float32) for _ in range(2))
-    norms = 1 + rng.standard_normal((4, 512), np.float32) / 8
+    draw = np.random.default_rng(1)
+    x, added = (draw.standard_normal((1, tokens, 512), np.float32) for _ in range(2))
+    norms = 1 + draw.standard_normal((4, 512), np.float32) / 8
     # The launch of FP8 weights makes the norm, and no other.
     monkeypatch.setattr(norm_linear, "linears_mosaic", None)
 
@@ -108,7 +105,7 @@ def test_an_mlp_takes_gate_and_up_in_one_launch():
     names = ("gate_proj", "up_proj", "down_proj")
     mlp = GatedMLP(256, 128, fp8=names, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert all(isinstance(getattr(mlp, name), Fp8Linear) for name in names)
-    x = draw(1, 1, 2, 256)
+    x = normals(1)(1, 2, 256)
     expected = np.asarray(at_once(mlp, x))
     for name in names:
         stacked(getattr(mlp, name), 2, 1, INTERPRET)
@@ -146,10 +143,9 @@ def test_two_parts_have_the_bits_of_bfloat16(rows):
 
 def test_a_delta_nets_gates_are_in_the_launch_of_its_inputs(monkeypatch):
     made = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-    sizes = {"head_k_dim": 16, "head_v_dim": 16}
-    net = GatedDeltaNet(256, 16, 32, fp8=("in_proj_qkvz",), **sizes, **made)
-    x = draw(1, 2, 1, 256).astype(jnp.bfloat16)
-    pools = jnp.zeros((2, 3, net.conv_dim), jnp.bfloat16), jnp.zeros((2, 32, 16, 16))
+    net = GatedDeltaNet(256, 16, 32, fp8=("in_proj_qkvz",), **made)
+    x = normals(1)(2, 1, 256, dtype=jnp.bfloat16)
+    pools = jnp.zeros((2, 3, net.conv_dim), jnp.bfloat16), jnp.zeros((2, 32, 128, 128))
     slots = np.arange(2)
     step = partial(net.decode, x, *pools, state_indices=slots, implementation="xla")
     expected = at_once(step)

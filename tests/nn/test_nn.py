@@ -15,6 +15,7 @@ from jaxattn.core.numerics.rope import RopeConfig, YarnConfig, rope, softmax_sca
 from jaxattn.nn import GatedDeltaNet, GatedMLP, Linear, MultiHeadLatentAttention, RMSNorm
 from jaxattn.nn.linear import StackedWeight, matmul
 from tests.helpers.at_once import at_once
+from tests.helpers.draws import normals
 from tests.helpers.kernel_cases import slow
 from tests.helpers.training import train
 
@@ -23,7 +24,7 @@ HIDDEN, TOKENS, PAGE = 24, 11, 4
 
 
 def normal(seed: int, *shape: int, dtype=F32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return normals(seed)(*shape, dtype=dtype)
 
 
 def small_mla(**changes) -> MultiHeadLatentAttention:

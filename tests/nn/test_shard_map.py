@@ -25,6 +25,7 @@ from jaxattn.ops.gqa import prefill as gqa_prefill
 from jaxattn.ops.linear.rms_norm import rms_norm_layer
 from jaxattn.ops.mla import decode
 from jaxattn.ops.mla.append import mla_append
+from tests.helpers.draws import normals
 from tests.helpers.every_op import OPS, arguments
 from tests.helpers.kernel_cases import slow
 
@@ -38,7 +39,7 @@ def mesh():
 
 
 def normal(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return normals(seed)(*shape)
 
 
 def each(seed, *shape):

@@ -29,6 +29,7 @@ from jaxattn.plan.layout_search import layouts_that_fit
 from jaxattn.plan.placement import CACHE_DTYPES, ModelPlacement, caches, latents_of
 from jaxattn.plan.plan_notes import notes
 from tests.helpers.engine_cases import CONFIG, LIMITS
+from tests.helpers.kernel_cases import slow
 
 ROWS = Limits(batch=2, max_model_len=1024, num_pages=40, prefill_chunk=64)
 SMALL = "Youtu-LLM-2B"
@@ -102,16 +103,13 @@ def test_a_model_too_large_for_one_gpu_is_not_traced(monkeypatch):
 
 
 @pytest.mark.usefixtures("untraced_bounds")
+@pytest.mark.slow_cases(
+    reason="a limit that does not fit; found by the batch and the pages there too"
+)
 @pytest.mark.parametrize(
     "name, given",
     [
-        pytest.param(
-            "max_model_len",
-            {"max_model_len": 16_384},
-            marks=pytest.mark.slow(
-                reason="a limit that does not fit; found by the batch and the pages there too"
-            ),
-        ),
+        slow("max_model_len", {"max_model_len": 16_384}),
         ("batch", {"batch": 16_384, "max_model_len": 512}),
         ("num_pages", {"batch": 64, "max_model_len": 1024, "num_pages": 1024}),
     ],
